@@ -1,0 +1,62 @@
+/* expert.c - one expert on the CPU: y = down(silu(gate x) * (up x)). */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+#include "matrix.h"
+#include "parallel.h"
+#include "status.h"
+
+static coli_status check_named(const char *name, const coli_matrix *matrix) {
+    coli_status status = coli_matrix_check(matrix);
+    RETURN_ERROR_IF(status != COLI_OK, status, "%s: %s", name, coli_last_error());
+    return COLI_OK;
+}
+
+static coli_status check_shapes(const coli_matrix *gate, const coli_matrix *up, const coli_matrix *down) {
+    RETURN_ERROR_IF(up->rows != gate->rows || up->columns != gate->columns, COLI_E_SHAPE,
+                    "up must have the shape of gate, [%d, %d], got [%d, %d]", gate->rows, gate->columns, up->rows,
+                    up->columns);
+    RETURN_ERROR_IF(down->rows != gate->columns || down->columns != gate->rows, COLI_E_SHAPE,
+                    "down must be [%d, %d] for a gate of [%d, %d], got [%d, %d]", gate->columns, gate->rows, gate->rows,
+                    gate->columns, down->rows, down->columns);
+    return COLI_OK;
+}
+
+/* gate = silu(gate) * up */
+static void silu_multiply(float *gate, const float *up, size_t S, int H) {
+    int team = coli_team(S, (size_t)H * 16);
+    COLI_PARALLEL_FOR(team)
+    for (size_t s = 0; s < S; s++) {
+        float *g = gate + s * (size_t)H;
+        const float *u = up + s * (size_t)H;
+        for (int i = 0; i < H; i++) g[i] = g[i] / (1.0f + expf(-g[i])) * u[i];
+    }
+}
+
+static coli_status run(const coli_matrix *gate, const coli_matrix *up, const coli_matrix *down, const float *x, size_t S,
+                       float *hidden, float *up_rows, float *y) {
+    FORWARD_ERROR(coli_matmul_checked(gate, x, S, hidden));
+    FORWARD_ERROR(coli_matmul_checked(up, x, S, up_rows));
+    silu_multiply(hidden, up_rows, S, gate->rows);
+    if (down->format == COLI_E8 && !(down->flags & COLI_UNROTATED)) {
+        FORWARD_ERROR(coli_rotate_rows(hidden, hidden, S, gate->rows));
+    }
+    return coli_matmul_checked(down, hidden, S, y);
+}
+
+coli_status coli_expert_mlp(const coli_matrix *gate, const coli_matrix *up, const coli_matrix *down, const float *x,
+                            size_t S, float *y) {
+    FORWARD_ERROR(check_named("gate", gate));
+    FORWARD_ERROR(check_named("up", up));
+    FORWARD_ERROR(check_named("down", down));
+    FORWARD_ERROR(check_shapes(gate, up, down));
+    if (S == 0) return COLI_OK;
+    RETURN_ERROR_IF(!x || !y, COLI_E_ARGUMENT, "%s, [%zu, %d], is NULL", x ? "y" : "x", S, gate->columns);
+    size_t hidden_bytes = (size_t)gate->rows * sizeof(float);
+    float *hidden = S > SIZE_MAX / hidden_bytes / 2 ? NULL : malloc(2 * S * hidden_bytes);
+    RETURN_ERROR_IF(!hidden, COLI_E_MEMORY, "no memory for 2 x %zu hidden rows of %zu bytes", S, hidden_bytes);
+    coli_status status = run(gate, up, down, x, S, hidden, hidden + S * (size_t)gate->rows, y);
+    free(hidden);
+    return status;
+}

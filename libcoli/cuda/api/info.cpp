@@ -1,0 +1,34 @@
+/* api/info.cpp - version, errors, log: entry points of coli_cuda.h. */
+#include "../error.h"
+
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+#define VERSION_TEXT TEXT(COLI_VERSION_MAJOR) "." TEXT(COLI_VERSION_MINOR) "." TEXT(COLI_VERSION_PATCH)
+
+int coli_cuda_abi_version(void) {
+    return COLI_CUDA_ABI_MAJOR * 1000 + COLI_CUDA_ABI_MINOR;
+}
+
+const char *coli_cuda_version_string(void) {
+    return VERSION_TEXT;
+}
+
+const char *coli_cuda_build_info(void) {
+#if defined(COLI_SIMT)
+    return "libcoli_cuda " VERSION_TEXT ", kernels compiled for the CPU (tests only)";
+#else
+    return "libcoli_cuda " VERSION_TEXT ", CUDA runtime " TEXT(CUDART_VERSION) ", sm " COLI_GPU_ARCHS;
+#endif
+}
+
+const char *coli_cuda_last_error(void) {
+    return coli::last_error();
+}
+
+coli_status coli_cuda_last_status(void) {
+    return coli::last_status();
+}
+
+void coli_cuda_set_log(coli_log_fn log, void *user) {
+    coli::set_log(log, user);
+}

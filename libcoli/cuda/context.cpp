@@ -1,0 +1,205 @@
+#include "context.h"
+
+#include <cstring>
+#include <string>
+
+#include "../formats/e8_codebook.h"
+#include "../formats/signs.h"
+#include "tensor.h"
+
+namespace coli {
+
+static_assert(sizeof(DeviceTables::codebook) == COLI_E8_CODEBOOK_BYTES, "the codebook's entries are words");
+static_assert(sizeof(DeviceTables::signs) == COLI_SIGN_TABLE_BYTES, "one sign table holds all block sizes");
+
+namespace {
+
+/* Never destroyed: at the end of a process the CUDA runtime may be gone before this library's statics. */
+std::vector<std::unique_ptr<Context>> &open_list = *new std::vector<std::unique_ptr<Context>>;
+
+/* By ordinal; ordinals past the end share the last. */
+constexpr int kCounterSlots = 64;
+GroupCounters all_counters[kCounterSlots];
+
+/* What every configured device holds, and new ones receive. */
+DeviceTables current_tables;
+bool fp8_published = false;
+
+void reset_tables() {
+    uint8_t codebook[COLI_E8_CODEBOOK_BYTES];
+    coli_e8_codebook_expand(codebook);
+    memcpy(current_tables.codebook, codebook, sizeof codebook);
+    memset(current_tables.fp8, 0, sizeof current_tables.fp8);
+    coli_sign_table_fill(current_tables.signs);
+    fp8_published = false;
+}
+
+/* Copies `bytes` at `offset` of a device's tables, after the work that still reads them. */
+bool write_table(Context &context, size_t offset, const void *source, size_t bytes, const char *name) {
+    DeviceCall call(context);
+    COLI_FORWARD(context.wait_for_readers());
+    uint8_t *target = reinterpret_cast<uint8_t *>(context.tables) + offset;
+    COLI_FORWARD(succeeded(cudaMemcpyAsync(target, source, bytes, cudaMemcpyHostToDevice, context.stream),
+                           "copying the %s to device %d", name, context.device));
+    return succeeded(cudaStreamSynchronize(context.stream), "copying the %s to device %d", name, context.device);
+}
+
+/* Replaces part of the tables on all devices, or on none: when one refuses, the others get the old contents back. */
+bool publish(size_t offset, const void *source, size_t bytes, const char *name) {
+    uint8_t *current = reinterpret_cast<uint8_t *>(&current_tables) + offset;
+    for (size_t i = 0; i < open_list.size(); i++) {
+        if (write_table(*open_list[i], offset, source, bytes, name)) continue;
+        const std::string reason = last_error();
+        const coli_status status = last_status();
+        for (size_t done = 0; done <= i; done++) write_table(*open_list[done], offset, current, bytes, name);
+        return fail(status, "%s", reason.c_str());
+    }
+    memcpy(current, source, bytes);
+    return true;
+}
+
+} // namespace
+
+/*------   Buffers   ------*/
+
+bool DeviceBuffer::reserve(size_t bytes, const char *purpose) {
+    if (bytes <= bytes_) return true;
+    release();
+    COLI_FORWARD(succeeded(cudaMalloc(&memory_, bytes), "allocating %zu bytes of device memory for %s", bytes, purpose));
+    bytes_ = bytes;
+    return true;
+}
+
+void DeviceBuffer::release() {
+    if (memory_) (void)cudaFree(memory_);
+    memory_ = nullptr;
+    bytes_ = 0;
+}
+
+bool PinnedBuffer::reserve(size_t bytes, const char *purpose) {
+    if (bytes <= bytes_) return true;
+    release();
+    COLI_FORWARD(
+        succeeded(cudaMallocHost(&memory_, bytes), "allocating %zu bytes of pinned memory for %s", bytes, purpose));
+    bytes_ = bytes;
+    return true;
+}
+
+void PinnedBuffer::release() {
+    if (memory_) (void)cudaFreeHost(memory_);
+    memory_ = nullptr;
+    bytes_ = 0;
+}
+
+void CallBuffers::release() {
+    host_x.release();
+    host_y.release();
+    x.release();
+    y.release();
+    workspace.release();
+}
+
+/*------   One device   ------*/
+
+CurrentDevice::CurrentDevice(int device) {
+    changed_ = cudaGetDevice(&previous_) != cudaSuccess || previous_ != device;
+    if (changed_) (void)cudaSetDevice(device);
+}
+
+CurrentDevice::~CurrentDevice() {
+    if (changed_ && previous_ >= 0) (void)cudaSetDevice(previous_);
+}
+
+bool Context::open(int ordinal) {
+    device = ordinal;
+    counters = &counters_of(ordinal);
+    CurrentDevice current(ordinal);
+    COLI_FORWARD(succeeded(cudaSetDevice(ordinal), "selecting device %d", ordinal));
+    COLI_FORWARD(
+        succeeded(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream on device %d", ordinal));
+    COLI_FORWARD(succeeded(cudaEventCreateWithFlags(&issued_done, cudaEventDisableTiming), "creating an event on device %d",
+                           ordinal));
+
+    COLI_FORWARD(succeeded(cudaMalloc(reinterpret_cast<void **>(&tables), sizeof(DeviceTables)),
+                           "allocating tables on device %d", ordinal));
+    COLI_FORWARD(succeeded(cudaMemcpyAsync(tables, &current_tables, sizeof(DeviceTables), cudaMemcpyHostToDevice, stream),
+                           "copying tables to device %d", ordinal));
+    return succeeded(cudaStreamSynchronize(stream), "copying tables to device %d", ordinal);
+}
+
+Context::~Context() {
+    if (device < 0) return;
+    CurrentDevice current(device);
+    (void)cudaDeviceSynchronize();
+    while (tensors) tensor_orphan(*tensors);
+    synchronous.release();
+    issued.release();
+    staging.release();
+    if (tables) (void)cudaFree(tables);
+    if (issued_done) (void)cudaEventDestroy(issued_done);
+    if (stream) (void)cudaStreamDestroy(stream);
+}
+
+bool Context::wait_for_readers() {
+    cudaError_t result = caller_streams ? cudaDeviceSynchronize() : cudaStreamSynchronize(stream);
+    if (result == cudaSuccess) caller_streams = false;
+    return succeeded(result, "waiting for work on device %d", device);
+}
+
+/*------   All devices   ------*/
+
+const std::vector<std::unique_ptr<Context>> &contexts() {
+    return open_list;
+}
+
+Context *find_context(int device) {
+    for (const auto &context : open_list) {
+        if (context->device == device) return context.get();
+    }
+    if (open_list.empty())
+        fail(COLI_E_STATE, "device %d is not configured: call coli_cuda_init first", device);
+    else
+        fail(COLI_E_NO_DEVICE, "device %d is not configured: coli_cuda_init named %zu other device(s)", device,
+             open_list.size());
+    return nullptr;
+}
+
+bool open_contexts(const int *devices, int count) {
+    reset_tables();
+    std::vector<std::unique_ptr<Context>> opened;
+    for (int i = 0; i < count; i++) {
+        opened.push_back(std::make_unique<Context>());
+        COLI_FORWARD(opened.back()->open(devices[i]));
+    }
+    open_list = std::move(opened);
+    return true;
+}
+
+void close_contexts() {
+    open_list.clear();
+    fp8_published = false;
+}
+
+bool publish_codebook(const void *codebook) {
+    return publish(offsetof(DeviceTables, codebook), codebook, sizeof(DeviceTables::codebook), "E8 codebook");
+}
+
+bool publish_fp8_table(const float *table) {
+    COLI_FORWARD(publish(offsetof(DeviceTables, fp8), table, sizeof(DeviceTables::fp8), "fp8 table"));
+    fp8_published = true;
+    return true;
+}
+
+bool fp8_table_published() {
+    return fp8_published;
+}
+
+int counted_devices() {
+    return kCounterSlots;
+}
+
+GroupCounters &counters_of(int device) {
+    return all_counters[device < kCounterSlots ? device : kCounterSlots - 1];
+}
+
+} // namespace coli

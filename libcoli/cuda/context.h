@@ -1,0 +1,119 @@
+/* context.h - what the library holds for each configured device, and the list of them. */
+#ifndef COLI_CUDA_CONTEXT_H
+#define COLI_CUDA_CONTEXT_H
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "error.h"
+#include "layout.h"
+
+struct ColiCudaTensor;
+
+namespace coli {
+
+/* Memory that grows on demand and is kept for the next call. */
+class DeviceBuffer {
+  public:
+    bool reserve(size_t bytes, const char *purpose);
+    void release();
+    template <class T> T *as() const { return static_cast<T *>(memory_); }
+
+  private:
+    void *memory_ = nullptr;
+    size_t bytes_ = 0;
+};
+
+class PinnedBuffer {
+  public:
+    bool reserve(size_t bytes, const char *purpose);
+    void release();
+    float *floats() const { return static_cast<float *>(memory_); }
+
+  private:
+    void *memory_ = nullptr;
+    size_t bytes_ = 0;
+};
+
+/* Buffers of one host-pointer call in flight. Synchronous and issued calls have their own, so that neither disturbs the
+ * other's rows. */
+struct CallBuffers {
+    PinnedBuffer host_x, host_y;
+    DeviceBuffer x, y, workspace;
+    void release();
+};
+
+struct GroupCounters {
+    std::atomic<uint64_t> calls{0}, experts{0}, rows{0};
+    std::mutex times_mutex;
+    double h2d_ms = 0, kernel_ms = 0, d2h_ms = 0;
+};
+
+struct Context {
+    int device = -1;
+    std::mutex mutex; /* held by every call that uses the device */
+    cudaStream_t stream = nullptr;
+    DeviceTables *tables = nullptr; /* device memory */
+
+    CallBuffers synchronous;
+    CallBuffers issued;
+    bool pending = false; /* a group was issued and not yet taken */
+    cudaEvent_t issued_done = nullptr;
+    DeviceBuffer staging;        /* E8 blocks on their way to or from the planes */
+    bool caller_streams = false; /* device-pointer calls ran on streams that the library cannot order */
+
+    ColiCudaTensor *tensors = nullptr; /* all live ones, a doubly linked list */
+    std::atomic<size_t> tensor_count{0}, tensor_bytes{0};
+    GroupCounters *counters = nullptr; /* outlives the context: counters survive coli_cuda_shutdown */
+
+    Context() = default;
+    Context(const Context &) = delete;
+    ~Context();
+    bool open(int ordinal);
+    /* Waits for all work that may still read a tensor of this device. */
+    bool wait_for_readers();
+};
+
+/* Makes a device current for a scope and gives the caller's device back afterwards. */
+class CurrentDevice {
+  public:
+    explicit CurrentDevice(int device);
+    ~CurrentDevice();
+
+  private:
+    int previous_ = -1;
+    bool changed_ = false;
+};
+
+/* A call on one device: holds its lock and makes it current. */
+class DeviceCall {
+  public:
+    explicit DeviceCall(Context &context) : lock_(context.mutex), current_(context.device) {}
+
+  private:
+    std::lock_guard<std::mutex> lock_;
+    CurrentDevice current_;
+};
+
+/* Configured devices in the order given to coli_cuda_init. */
+const std::vector<std::unique_ptr<Context>> &contexts();
+/* NULL, with an error set, when the device is not configured. */
+Context *find_context(int device);
+
+bool open_contexts(const int *devices, int count);
+void close_contexts();
+
+bool publish_codebook(const void *codebook);
+bool publish_fp8_table(const float *table);
+bool fp8_table_published();
+
+/* Counters by ordinal, 0 ... counted_devices() - 1. */
+GroupCounters &counters_of(int device);
+int counted_devices();
+
+} // namespace coli
+
+#endif

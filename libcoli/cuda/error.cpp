@@ -1,0 +1,112 @@
+#include "error.h"
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace coli {
+
+namespace {
+
+constexpr size_t kErrorBytes = 768;
+
+/* A fixed buffer: reporting that memory ran out must not need memory. */
+thread_local char error_text[kErrorBytes];
+thread_local coli_status error_status = COLI_OK;
+
+coli_log_fn log_callback = nullptr;
+void *log_user = nullptr;
+
+bool is_missing_device(cudaError_t result) {
+    return result == cudaErrorNoDevice || result == cudaErrorInsufficientDriver || result == cudaErrorInvalidDevice;
+}
+
+coli_status status_of(cudaError_t result) {
+    if (result == cudaErrorMemoryAllocation) return COLI_E_MEMORY;
+    return is_missing_device(result) ? COLI_E_NO_DEVICE : COLI_E_DEVICE;
+}
+
+/* What a person can do about it, or "". */
+const char *advice_for(cudaError_t result) {
+    switch (result) {
+    case cudaErrorMemoryAllocation:
+        return "; free tensors or place fewer experts on this device";
+    case cudaErrorNoKernelImageForDevice:
+        return "; this build has no code for the GPU, see coli_cuda_build_info()";
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchFailure:
+        return "; the device context is lost, the process must restart to use the GPU";
+    default:
+        return "";
+    }
+}
+
+} // namespace
+
+bool fail(coli_status status, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(error_text, kErrorBytes, format, arguments);
+    va_end(arguments);
+    error_status = status;
+    log_line(1, error_text);
+    return false;
+}
+
+bool succeeded(cudaError_t result, const char *what, ...) {
+    if (result == cudaSuccess) return true;
+    (void)cudaGetLastError();
+    char tried[kErrorBytes / 2];
+    va_list arguments;
+    va_start(arguments, what);
+    vsnprintf(tried, sizeof tried, what, arguments);
+    va_end(arguments);
+    return fail(status_of(result), "%s: %s (%s)%s", tried, cudaGetErrorName(result), cudaGetErrorString(result),
+                advice_for(result));
+}
+
+bool count_visible_devices(int *count) {
+    *count = 0;
+    cudaError_t result = cudaGetDeviceCount(count);
+    if (result == cudaSuccess && *count > 0) return true;
+    (void)cudaGetLastError();
+    *count = 0;
+    int driver = 0, runtime = 0;
+    (void)cudaDriverGetVersion(&driver);
+    (void)cudaRuntimeGetVersion(&runtime);
+    if (result == cudaErrorInsufficientDriver && driver == 0)
+        return fail(COLI_E_NO_DEVICE, "no device: no NVIDIA driver is installed");
+    if (result == cudaErrorInsufficientDriver) {
+        return fail(COLI_E_NO_DEVICE,
+                    "no device: the NVIDIA driver offers CUDA %d.%d, this library needs %d.%d; update the driver",
+                    driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+    }
+    if (result == cudaSuccess || result == cudaErrorNoDevice)
+        return fail(COLI_E_NO_DEVICE, "no device: the driver sees no GPU");
+    return fail(COLI_E_NO_DEVICE, "no device: %s (%s)", cudaGetErrorName(result), cudaGetErrorString(result));
+}
+
+coli_status last_status() {
+    return error_status;
+}
+
+const char *last_error() {
+    return error_text;
+}
+
+void set_log(coli_log_fn log, void *user) {
+    log_callback = log;
+    log_user = user;
+}
+
+void log_line(int level, const char *line) {
+    if (log_callback) {
+        log_callback(level, line, log_user);
+        return;
+    }
+    const char *wanted = getenv("COLI_LOG");
+    if (wanted && strcmp(wanted, "1") == 0) fprintf(stderr, "libcoli_cuda: %s\n", line);
+}
+
+} // namespace coli

@@ -1,0 +1,111 @@
+#include "expert.h"
+
+#include <algorithm>
+
+#include "dot.cuh"
+#include "rotate.cuh"
+#include "rows.h"
+
+namespace coli {
+
+namespace {
+
+/* Grids are (weight rows, passes over an expert's activation rows, experts); a block beyond its expert's rows has nothing
+ * to do. */
+constexpr int kThreads = kWarp * kWarpsPerBlock;
+
+__device__ float activate(const Activation &activation, float gate, float up) {
+    const float sigmoid = 1.0f / (1.0f + expf(-gate));
+    if (activation.kind == Activation::kSilu) return gate * sigmoid * up;
+    const float b1 = activation.b1, b2 = activation.b2;
+    return b1 * tanhf(gate / b1) * sigmoid * (b2 * tanhf(up / b2));
+}
+
+template <int ROWS> __global__ void __launch_bounds__(kThreads) expert_hidden(const __grid_constant__ GroupParams p) {
+    __shared__ SharedTables tables;
+    const ExpertEntry &expert = p.experts[blockIdx.z];
+    if (static_cast<int>(blockIdx.y) * ROWS >= expert.rows) return;
+    load_tables(tables, *p.tables);
+    const int h = blockIdx.x * kWarpsPerBlock + threadIdx.x / kWarp;
+    if (h >= p.H) return;
+    for (int first = blockIdx.y * ROWS; first < expert.rows; first += gridDim.y * ROWS) {
+        const int rows = min(ROWS, expert.rows - first);
+        const size_t row = static_cast<size_t>(expert.first_row) + first;
+        const ActivationRows x(p.x + row * p.D, p.D, rows);
+        float gate[ROWS], up[ROWS];
+        dot_row<ROWS>(expert.gate, p.H, p.D, h, x, tables, gate);
+        dot_row<ROWS>(expert.up, p.H, p.D, h, x, tables, up);
+        if (threadIdx.x % kWarp) continue;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            if (r < rows) p.hidden[(row + r) * p.H + h] = activate(p.activation, gate[r], up[r]);
+        }
+    }
+}
+
+__global__ void __launch_bounds__(kRotationThreads) expert_rotate(const __grid_constant__ GroupParams p) {
+    __shared__ float buffer[kRotationPiece];
+    const ExpertEntry &expert = p.experts[blockIdx.z];
+    if (!expert.rotate_hidden) return;
+    const RotationPiece piece = rotation_piece(p.H, blockIdx.x);
+    for (int r = blockIdx.y; r < expert.rows; r += gridDim.y) {
+        const size_t start = (static_cast<size_t>(expert.first_row) + r) * p.H;
+        rotate_piece(p.hidden + start, p.rotated + start, piece, false, p.tables->signs, buffer);
+    }
+}
+
+template <int ROWS> __global__ void __launch_bounds__(kThreads) expert_down(const __grid_constant__ GroupParams p) {
+    __shared__ SharedTables tables;
+    const ExpertEntry &expert = p.experts[blockIdx.z];
+    if (static_cast<int>(blockIdx.y) * ROWS >= expert.rows) return;
+    load_tables(tables, *p.tables);
+    const int d = blockIdx.x * kWarpsPerBlock + threadIdx.x / kWarp;
+    if (d >= p.D) return;
+    const float *hidden = expert.rotate_hidden ? p.rotated : p.hidden;
+    for (int first = blockIdx.y * ROWS; first < expert.rows; first += gridDim.y * ROWS) {
+        const int rows = min(ROWS, expert.rows - first);
+        const size_t row = static_cast<size_t>(expert.first_row) + first;
+        float sums[ROWS];
+        dot_row<ROWS>(expert.down, p.D, p.H, d, ActivationRows(hidden + row * p.H, p.H, rows), tables, sums);
+        if (threadIdx.x % kWarp) continue;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            if (r < rows) p.y[(row + r) * p.D + d] = sums[r];
+        }
+    }
+}
+
+cudaError_t launch_hidden(const GroupParams &params, cudaStream_t stream) {
+    const ProductPlan plan = plan_product(params.H, params.max_rows);
+    const dim3 grid(plan.row_blocks, plan.passes, params.count);
+    with_rows(plan.rows_per_pass,
+              [&](auto rows) { expert_hidden<decltype(rows)::value><<<grid, kThreads, 0, stream>>>(params); });
+    return cudaGetLastError();
+}
+
+cudaError_t launch_rotation(const GroupParams &params, cudaStream_t stream) {
+    const auto wants = [](const ExpertEntry &expert) { return expert.rotate_hidden && expert.rows > 0; };
+    if (std::none_of(params.experts, params.experts + params.count, wants)) return cudaSuccess;
+    const dim3 grid(rotation_pieces(params.H), std::min(params.max_rows, kMaxGrid), params.count);
+    expert_rotate<<<grid, kRotationThreads, 0, stream>>>(params);
+    return cudaGetLastError();
+}
+
+cudaError_t launch_down(const GroupParams &params, cudaStream_t stream) {
+    const ProductPlan plan = plan_product(params.D, params.max_rows);
+    const dim3 grid(plan.row_blocks, plan.passes, params.count);
+    with_rows(plan.rows_per_pass,
+              [&](auto rows) { expert_down<decltype(rows)::value><<<grid, kThreads, 0, stream>>>(params); });
+    return cudaGetLastError();
+}
+
+} // namespace
+
+cudaError_t launch_expert_group(const GroupParams &params, cudaStream_t stream) {
+    cudaError_t result = launch_hidden(params, stream);
+    if (result == cudaSuccess) result = launch_rotation(params, stream);
+    if (result == cudaSuccess) result = launch_down(params, stream);
+    return result;
+}
+
+} // namespace coli

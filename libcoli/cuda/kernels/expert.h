@@ -1,0 +1,41 @@
+/* kernels/expert.h - a group of experts, y = down(activation(gate x, up x)), in two or three launches. */
+#ifndef COLI_CUDA_KERNELS_EXPERT_H
+#define COLI_CUDA_KERNELS_EXPERT_H
+
+#include "../gpu.h"
+#include "../layout.h"
+#include "coli/coli_cuda.h"
+
+namespace coli {
+
+struct Activation {
+    enum Kind { kSilu, kSitu } kind = kSilu;
+    float b1 = 0, b2 = 0; /* bounds of kSitu: b1 tanh(g / b1) sigmoid(g) * b2 tanh(u / b2) */
+};
+
+struct ExpertEntry {
+    MatrixView gate, up, down;
+    int first_row, rows; /* of x, y and the hidden rows */
+    bool rotate_hidden;  /* down is E8, stored rotated */
+};
+
+/* Passed by value as kernel parameter, so that a launch needs no copy and a CUDA graph keeps it. */
+struct GroupParams {
+    int D, H; /* gate and up [H, D], down [D, H] */
+    int count, max_rows;
+    Activation activation;
+    const float *x; /* [rows, D] */
+    float *y;       /* [rows, D] */
+    float *hidden;  /* [rows, H] */
+    float *rotated; /* [rows, H], not overlapping hidden */
+    const DeviceTables *tables;
+    ExpertEntry experts[COLI_CUDA_MAX_EXPERTS];
+};
+
+/* hidden = activation(gate x, up x); then rotated = rotation of the hidden rows, where an expert wants it; then
+ * y = down of either. */
+cudaError_t launch_expert_group(const GroupParams &params, cudaStream_t stream);
+
+} // namespace coli
+
+#endif

@@ -1,0 +1,28 @@
+#include "rotate.h"
+
+#include <algorithm>
+
+#include "rotate.cuh"
+
+namespace coli {
+
+namespace {
+
+__global__ void __launch_bounds__(kRotationThreads) rotate(const RotateParams p) {
+    __shared__ float buffer[kRotationPiece];
+    const RotationPiece piece = rotation_piece(p.dim, blockIdx.x);
+    for (int row = blockIdx.y; row < p.rows; row += gridDim.y) {
+        const size_t start = static_cast<size_t>(row) * p.dim;
+        rotate_piece(p.x + start, p.y + start, piece, p.inverse, p.tables->signs, buffer);
+    }
+}
+
+} // namespace
+
+cudaError_t launch_rotate(const RotateParams &params, cudaStream_t stream) {
+    const dim3 grid(rotation_pieces(params.dim), std::min(params.rows, kMaxGrid));
+    rotate<<<grid, kRotationThreads, 0, stream>>>(params);
+    return cudaGetLastError();
+}
+
+} // namespace coli

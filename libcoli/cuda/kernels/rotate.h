@@ -1,0 +1,22 @@
+/* kernels/rotate.h - rotation of rows: random signs, Walsh-Hadamard transform, 1 / sqrt(n), block by block. */
+#ifndef COLI_CUDA_KERNELS_ROTATE_H
+#define COLI_CUDA_KERNELS_ROTATE_H
+
+#include "../gpu.h"
+#include "../layout.h"
+
+namespace coli {
+
+struct RotateParams {
+    const float *x; /* [rows, dim] */
+    float *y;       /* [rows, dim], not overlapping x */
+    int rows, dim;
+    bool inverse;
+    const DeviceTables *tables;
+};
+
+cudaError_t launch_rotate(const RotateParams &params, cudaStream_t stream);
+
+} // namespace coli
+
+#endif

@@ -1,0 +1,183 @@
+#include "tensor.h"
+
+#include <algorithm>
+#include <new>
+
+#include "kernels/layout.h"
+
+namespace coli {
+
+namespace {
+
+/* E8 blocks travel through a buffer of this size, a few rows at a time. */
+constexpr size_t kStagingBytes = size_t{8} << 20;
+
+void link_into_context(ColiCudaTensor &tensor) {
+    Context &context = *tensor.context;
+    tensor.next = context.tensors;
+    if (tensor.next) tensor.next->previous = &tensor;
+    context.tensors = &tensor;
+    context.tensor_count++;
+    context.tensor_bytes += tensor.logical_bytes;
+}
+
+void unlink_from_context(ColiCudaTensor &tensor) {
+    Context &context = *tensor.context;
+    if (tensor.next) tensor.next->previous = tensor.previous;
+    (tensor.previous ? tensor.previous->next : context.tensors) = tensor.next;
+    context.tensor_count--;
+    context.tensor_bytes -= tensor.logical_bytes;
+}
+
+/* Calls step(first row, rows) for pieces of the matrix that fit the staging buffer, at least one row each. */
+template <class Step> bool for_staged_rows(const ColiCudaTensor &tensor, Step step) {
+    const size_t row_bytes = coli_geometry_row_bytes(tensor.format, tensor.I);
+    const int most = static_cast<int>(std::clamp<size_t>(kStagingBytes / row_bytes, 1, static_cast<size_t>(tensor.O)));
+    COLI_FORWARD(tensor.context->staging.reserve(most * row_bytes, "staging of E8 blocks"));
+    for (int row = 0; row < tensor.O; row += most) COLI_FORWARD(step(row, std::min(most, tensor.O - row)));
+    return true;
+}
+
+bool write_e8(const ColiCudaTensor &tensor, const uint8_t *blocks) {
+    const size_t row_bytes = coli_geometry_row_bytes(tensor.format, tensor.I);
+    const cudaStream_t stream = tensor.context->stream;
+    return for_staged_rows(tensor, [&](int row, int rows) {
+        uint8_t *staging = tensor.context->staging.as<uint8_t>();
+        cudaError_t result =
+            cudaMemcpyAsync(staging, blocks + row * row_bytes, rows * row_bytes, cudaMemcpyHostToDevice, stream);
+        if (result == cudaSuccess) result = launch_pack_e8(staging, tensor.memory, tensor.O, tensor.I, row, rows, stream);
+        return succeeded(result, "uploading rows %d to %d of an E8 matrix [%d, %d]", row, row + rows - 1, tensor.O,
+                         tensor.I);
+    });
+}
+
+bool read_e8(const ColiCudaTensor &tensor, uint8_t *blocks) {
+    const size_t row_bytes = coli_geometry_row_bytes(tensor.format, tensor.I);
+    const cudaStream_t stream = tensor.context->stream;
+    return for_staged_rows(tensor, [&](int row, int rows) {
+        uint8_t *staging = tensor.context->staging.as<uint8_t>();
+        cudaError_t result = launch_unpack_e8(tensor.memory, staging, tensor.O, tensor.I, row, rows, stream);
+        if (result == cudaSuccess)
+            result = cudaMemcpyAsync(blocks + row * row_bytes, staging, rows * row_bytes, cudaMemcpyDeviceToHost, stream);
+        if (result == cudaSuccess) result = cudaStreamSynchronize(stream);
+        return succeeded(result, "downloading rows %d to %d of an E8 matrix [%d, %d]", row, row + rows - 1, tensor.O,
+                         tensor.I);
+    });
+}
+
+bool write_rows(const ColiCudaTensor &tensor, const void *weights) {
+    const size_t row_bytes = coli_geometry_row_bytes(tensor.format, tensor.I);
+    return succeeded(cudaMemcpy2DAsync(tensor.memory, row_pitch(tensor.format, tensor.I), weights, row_bytes, row_bytes,
+                                       tensor.O, cudaMemcpyHostToDevice, tensor.context->stream),
+                     "uploading the weights of a matrix [%d, %d]", tensor.O, tensor.I);
+}
+
+bool read_rows(const ColiCudaTensor &tensor, void *weights) {
+    const size_t row_bytes = coli_geometry_row_bytes(tensor.format, tensor.I);
+    return succeeded(cudaMemcpy2DAsync(weights, row_bytes, tensor.memory, row_pitch(tensor.format, tensor.I), row_bytes,
+                                       tensor.O, cudaMemcpyDeviceToHost, tensor.context->stream),
+                     "downloading the weights of a matrix [%d, %d]", tensor.O, tensor.I);
+}
+
+} // namespace
+
+size_t allocation_footprint(size_t bytes) {
+    constexpr size_t slice = 512, block = size_t{2} << 20;
+    return align_up(bytes, bytes < block / 2 ? slice : block);
+}
+
+size_t tensor_scale_bytes(int format, int I, int O, int group_size) {
+    if (format == COLI_INT4_GROUPED && group_size == 0) group_size = I;
+    return coli_geometry_scale_count(format, O, I, group_size) * coli_geometry_scale_bytes_each(format);
+}
+
+ColiCudaTensor *tensor_create(Context &context, const void *weights, const void *scales, int format, int I, int O,
+                              int group_size) {
+    ColiCudaTensor *tensor = new (std::nothrow) ColiCudaTensor;
+    if (!tensor) {
+        fail(COLI_E_MEMORY, "allocating a tensor handle: host memory ran out");
+        return nullptr;
+    }
+    tensor->context = &context;
+    tensor->format = format;
+    tensor->I = I;
+    tensor->O = O;
+    tensor->group_size = group_size;
+    tensor->scales_offset = weights_extent(format, O, I);
+    tensor->scale_bytes = tensor_scale_bytes(format, I, O, group_size);
+    tensor->device_bytes = tensor->scales_offset + tensor->scale_bytes;
+    tensor->logical_bytes = static_cast<size_t>(O) * coli_geometry_row_bytes(format, I) + tensor->scale_bytes;
+
+    const bool done =
+        succeeded(cudaMalloc(reinterpret_cast<void **>(&tensor->memory), tensor->device_bytes),
+                  "allocating %zu bytes on device %d for a matrix [%d, %d]", tensor->device_bytes, context.device, O, I) &&
+        tensor_write(*tensor, weights, scales);
+    if (done) {
+        link_into_context(*tensor);
+        return tensor;
+    }
+    if (tensor->memory) (void)cudaFree(tensor->memory);
+    delete tensor;
+    return nullptr;
+}
+
+void tensor_orphan(ColiCudaTensor &tensor) {
+    unlink_from_context(tensor);
+    (void)cudaFree(tensor.memory);
+    tensor.memory = nullptr;
+    tensor.context = nullptr;
+}
+
+void tensor_destroy(ColiCudaTensor *tensor) {
+    if (!tensor) return;
+    if (tensor->context) {
+        DeviceCall call(*tensor->context);
+        (void)tensor->context->wait_for_readers();
+        tensor_orphan(*tensor);
+    }
+    delete tensor;
+}
+
+bool tensor_write(ColiCudaTensor &tensor, const void *weights, const void *scales) {
+    tensor.valid = false;
+    if (tensor.context->caller_streams) COLI_FORWARD(tensor.context->wait_for_readers());
+    const bool e8 = tensor.format == COLI_E8;
+    COLI_FORWARD(e8 ? write_e8(tensor, static_cast<const uint8_t *>(weights)) : write_rows(tensor, weights));
+    if (tensor.scale_bytes) {
+        COLI_FORWARD(succeeded(cudaMemcpyAsync(tensor.memory + tensor.scales_offset, scales, tensor.scale_bytes,
+                                               cudaMemcpyHostToDevice, tensor.context->stream),
+                               "uploading the scales of a matrix [%d, %d]", tensor.O, tensor.I));
+    }
+    /* the caller may reuse its memory on return */
+    COLI_FORWARD(
+        succeeded(cudaStreamSynchronize(tensor.context->stream), "uploading a matrix [%d, %d]", tensor.O, tensor.I));
+    tensor.valid = true;
+    return true;
+}
+
+bool tensor_read(const ColiCudaTensor &tensor, void *weights, void *scales) {
+    const bool e8 = tensor.format == COLI_E8;
+    COLI_FORWARD(e8 ? read_e8(tensor, static_cast<uint8_t *>(weights)) : read_rows(tensor, weights));
+    if (tensor.scale_bytes && scales) {
+        COLI_FORWARD(succeeded(cudaMemcpyAsync(scales, tensor.memory + tensor.scales_offset, tensor.scale_bytes,
+                                               cudaMemcpyDeviceToHost, tensor.context->stream),
+                               "downloading the scales of a matrix [%d, %d]", tensor.O, tensor.I));
+    }
+    return succeeded(cudaStreamSynchronize(tensor.context->stream), "downloading a matrix [%d, %d]", tensor.O, tensor.I);
+}
+
+bool tensor_readable(const ColiCudaTensor *tensor, const char *role) {
+    COLI_REFUSE_IF(!tensor, COLI_E_ARGUMENT, "%s is NULL, expected a tensor", role);
+    COLI_REFUSE_IF(!tensor->context, COLI_E_STATE, "%s belongs to a device that coli_cuda_shutdown released", role);
+    COLI_REFUSE_IF(!tensor->valid, COLI_E_STATE, "%s lost its contents in an update that failed; update it again", role);
+    return true;
+}
+
+bool tensor_usable(const ColiCudaTensor *tensor, const char *role) {
+    COLI_FORWARD(tensor_readable(tensor, role));
+    COLI_REFUSE_IF(tensor->format == COLI_INT4_GROUPED && tensor->group_size < 1, COLI_E_SHAPE,
+                   "%s is grouped int4 uploaded without a group size; upload it with coli_cuda_tensor_upload_g", role);
+    return true;
+}
+
+} // namespace coli

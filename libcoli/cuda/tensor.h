@@ -1,0 +1,50 @@
+/* tensor.h - matrices resident on devices. */
+#ifndef COLI_CUDA_TENSOR_H
+#define COLI_CUDA_TENSOR_H
+
+#include "context.h"
+
+struct ColiCudaTensor {
+    coli::Context *context = nullptr; /* NULL after coli_cuda_shutdown */
+    ColiCudaTensor *previous = nullptr, *next = nullptr;
+
+    int format = 0, I = 0, O = 0;
+    int group_size = 0;  /* of COLI_INT4_GROUPED; 0 elsewhere, and where that format came without one */
+    bool rotated = true; /* E8: stored rotated */
+    bool valid = false;  /* false after an update that failed half-way */
+
+    uint8_t *memory = nullptr;
+    size_t scales_offset = 0, scale_bytes = 0, device_bytes = 0, logical_bytes = 0;
+
+    coli::MatrixView view() const { return {memory, memory + scales_offset, format, group_size}; }
+};
+
+namespace coli {
+
+/* A fresh tensor with its contents; NULL, nothing kept and an error set when that fails. The caller checked format, shape
+ * and pointers. */
+ColiCudaTensor *tensor_create(Context &context, const void *weights, const void *scales, int format, int I, int O,
+                              int group_size);
+void tensor_destroy(ColiCudaTensor *tensor);
+/* Releases device memory and detaches the handle from its context; the handle itself stays the caller's. */
+void tensor_orphan(ColiCudaTensor &tensor);
+
+bool tensor_write(ColiCudaTensor &tensor, const void *weights, const void *scales);
+bool tensor_read(const ColiCudaTensor &tensor, void *weights, void *scales);
+
+/* False, with an error naming `role` ("gate", "weights", ...), for a tensor that cannot take part in a call. */
+bool tensor_usable(const ColiCudaTensor *tensor, const char *role);
+/* The same for calls that touch its bytes alone. */
+bool tensor_readable(const ColiCudaTensor *tensor, const char *role);
+
+/* Device memory that the CUDA allocator takes for an allocation: slices of 512 bytes out of blocks of 2 MiB, whole blocks
+ * from 1 MiB on. */
+size_t allocation_footprint(size_t bytes);
+
+/* Floats that coli_cuda_tensor_upload reads through its scales pointer; a grouped matrix without a group size has one a
+ * row. */
+size_t tensor_scale_bytes(int format, int I, int O, int group_size);
+
+} // namespace coli
+
+#endif

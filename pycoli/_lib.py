@@ -1,0 +1,72 @@
+"""libcoli as a cffi library, and the way from its status codes to Python exceptions."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import resources
+
+from . import errors
+from ._bindings import ffi
+
+_FILE_NAMES = {"win32": "coli.dll", "darwin": "libcoli.dylib"}
+
+
+def _library_path() -> str:
+    """COLI_LIB, or the library that was installed into the package."""
+    override = os.environ.get("COLI_LIB")
+    if override:
+        return override
+    return str(resources.files("pycoli") / _FILE_NAMES.get(sys.platform, "libcoli.so"))
+
+
+def _load(path: str):
+    try:
+        library = ffi.dlopen(path)
+        version = library.coli_abi_version()
+    except OSError as error:
+        raise errors.BackendError(
+            f"libcoli cannot be loaded from {path}: {error}; COLI_LIB names another file"
+        ) from error
+    except AttributeError as error:
+        raise errors.BackendError(f"{path} is not libcoli: it lacks coli_abi_version") from error
+    if version // 1000 != library.COLI_ABI_MAJOR:
+        raise errors.BackendError(
+            f"{path} has ABI {version // 1000}.{version % 1000}, pycoli was built for {library.COLI_ABI_MAJOR}.x"
+        )
+    return library
+
+
+path = _library_path()
+lib = _load(path)
+
+_ERRORS = {
+    lib.COLI_E_ARGUMENT: errors.ArgumentError,
+    lib.COLI_E_SHAPE: errors.ShapeError,
+    lib.COLI_E_FORMAT: errors.FormatError,
+    lib.COLI_E_NOT_FINITE: errors.NotFiniteError,
+    lib.COLI_E_STATE: errors.StateError,
+    lib.COLI_E_MEMORY: errors.OutOfMemoryError,
+    lib.COLI_E_NO_DEVICE: errors.DeviceError,
+    lib.COLI_E_DEVICE: errors.DeviceError,
+    lib.COLI_E_INJECTED: errors.DeviceError,
+    lib.COLI_E_NOT_PROVIDED: errors.NotProvidedError,
+    lib.COLI_E_NO_LIBRARY: errors.BackendError,
+    lib.COLI_E_ABI: errors.BackendError,
+}
+
+
+def error_of(status: int, message: str) -> errors.ColiError:
+    """The exception that stands for a coli_status."""
+    return _ERRORS.get(status, errors.ColiError)(message)
+
+
+def check(status: int) -> None:
+    """Raises what libcoli reports, unless the call succeeded."""
+    if status != lib.COLI_OK:
+        raise error_of(status, text(lib.coli_last_error()))
+
+
+def text(pointer) -> str | None:
+    """A C string, or None for NULL."""
+    return ffi.string(pointer).decode("utf-8", "replace") if pointer else None

@@ -1,0 +1,412 @@
+"""Routed experts of a mixture-of-experts model, read from a Hugging Face checkpoint.
+
+A checkpoint is a folder (``config.json`` with ``model.safetensors``, or with ``model.safetensors.index.json`` and its
+shards) or a single ``.safetensors`` file. Weights come out as exact float32; nothing is read before it is asked for.
+
+Names that are understood, after any prefix::
+
+    layers.N.mlp.experts.E.{gate_proj,up_proj,down_proj}.weight      OLMoE, Qwen-MoE, DeepSeek, GLM
+    layers.N.block_sparse_moe.experts.E.{w1,w3,w2}.weight            Mixtral
+    layers.N.mlp.experts.{gate_up_proj,down_proj}                    all experts in one tensor
+
+A single file may carry its configuration as the metadata entry ``config`` (the text of a ``config.json``) and the
+recorded inputs of its MoE blocks as tensors ``layerN.x``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from .tensorfile import CheckpointError, TensorFile
+
+__all__ = ["Checkpoint", "CheckpointError", "ExpertWeights", "recorded_input_name"]
+
+_EXPERTS = r"^(?P<prefix>(?:.*\.)?)layers\.(?P<layer>\d{1,6})\.(?:mlp|block_sparse_moe|feed_forward)\.experts\."
+_SEPARATE = re.compile(_EXPERTS + r"(?P<expert>\d{1,6})\.(?P<matrix>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
+_FUSED = re.compile(_EXPERTS + r"(?P<matrix>gate_up_proj|down_proj)(?P<suffix>(?:\.weight)?)$")
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def recorded_input_name(layer: int) -> str:
+    """Name of the tensor that holds recorded inputs of a layer's MoE block, [tokens, D]."""
+    return f"layer{layer}.x"
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One expert: ``down(silu(gate x) * (up x))``; float32, gate and up [I, D], down [D, I]."""
+
+    gate: np.ndarray
+    up: np.ndarray
+    down: np.ndarray
+
+
+@dataclass
+class _SeparateLayer:
+    """A layer with three tensors an expert."""
+
+    stem: str  # "model.layers.1.mlp.experts."
+    matrices: tuple[str, str, str]  # gate, up, down
+    experts: set[int] = field(default_factory=set)
+
+    def tensor(self, expert: int, matrix: str) -> str:
+        return f"{self.stem}{expert}.{matrix}.weight"
+
+
+@dataclass
+class _FusedLayer:
+    """A layer with all experts in two tensors: gate over up, and down."""
+
+    stem: str
+    suffix: str  # ".weight" or ""
+
+    @property
+    def gate_up(self) -> str:
+        return f"{self.stem}gate_up_proj{self.suffix}"
+
+    @property
+    def down(self) -> str:
+        return f"{self.stem}down_proj{self.suffix}"
+
+
+class Checkpoint:
+    """The MoE layers of a checkpoint.
+
+    Parameters
+    ----------
+    path : str or Path
+        A Hugging Face folder or a ``.safetensors`` file.
+
+    Attributes
+    ----------
+    path : Path
+    model_type : str
+        As the configuration says, such as ``"olmoe"``; ``"unknown"`` without one.
+
+    Raises
+    ------
+    CheckpointError
+        The path is neither, a file of it cannot be read, or it holds no routed experts in a known naming.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        self._files: dict[Path, TensorFile] = {}
+        if self.path.is_dir():
+            self._listing, self._file_of = self._list_folder()
+            self._config_source = self.path / "config.json"
+            config = _read_json(self._config_source) if self._config_source.exists() else {}
+        elif self.path.is_file():
+            self._listing, self._file_of = self._list_file(self.path)
+            config = self._single_file_config()
+        else:
+            raise CheckpointError(f"{self.path}: no such file or folder; a local Hugging Face folder is expected")
+        self.model_type = str(config.get("model_type", "unknown"))
+        text_config = config.get("text_config")
+        self._config = {**config, **text_config} if isinstance(text_config, dict) else config
+        self._layers = self._find_layers()
+
+    @property
+    def activation(self) -> str:
+        """The experts' activation function as the configuration names it; ``"silu"`` without one."""
+        return str(self._config.get("hidden_act", "silu"))
+
+    def moe_layers(self) -> list[int]:
+        """Numbers of the layers with routed experts, ascending."""
+        return sorted(self._layers)
+
+    def expert_count(self, layer: int) -> int:
+        """Number of routed experts of a layer.
+
+        Raises
+        ------
+        CheckpointError
+            The layer has none, some are missing, or the configuration tells another number.
+        """
+        found = self._layer(layer)
+        if isinstance(found, _FusedLayer):
+            count = self._fused_shapes(found)[0]
+        else:
+            count = max(found.experts) + 1
+            missing = sorted(set(range(count)) - found.experts)
+            if missing:
+                raise CheckpointError(
+                    f"{self._listing}: layer {layer} has experts up to {count - 1} but not {_short_list(missing)}"
+                )
+        expected = self._config_size("num_experts", "n_routed_experts", "num_local_experts")
+        if expected is not None and expected != count:
+            raise CheckpointError(
+                f"{self._listing}: layer {layer}: expected {expected} experts ({self._config_source}), got {count}"
+            )
+        return count
+
+    def expert(self, layer: int, expert: int) -> ExpertWeights:
+        """Reads one expert.
+
+        Returns
+        -------
+        ExpertWeights
+            float32, exact: fp8 weights are multiplied by their block scales.
+
+        Raises
+        ------
+        CheckpointError
+            There is no such expert, or one of its tensors is missing, of a wrong shape or of an unknown type.
+        """
+        found = self._layer(layer)
+        if isinstance(found, _FusedLayer):
+            return self._fused_expert(found, layer, expert)
+        if expert not in found.experts:
+            raise CheckpointError(
+                f"{self._listing}: layer {layer} has experts {_short_list(sorted(found.experts))}, got {expert}"
+            )
+        gate, up, down = (self._matrix(found.tensor(expert, matrix)) for matrix in found.matrices)
+        inner = self._config_size("moe_intermediate_size", "intermediate_size") or gate.shape[0]
+        hidden = self._config_size("hidden_size") or gate.shape[-1]
+        shapes = ((gate, (inner, hidden)), (up, (inner, hidden)), (down, (hidden, inner)))
+        for matrix, (weights, shape) in zip(found.matrices, shapes, strict=True):
+            self._check_shape(found.tensor(expert, matrix), weights.shape, shape)
+        return ExpertWeights(gate, up, down)
+
+    def recorded_input(self, layer: int) -> np.ndarray | None:
+        """Recorded inputs of the layer's MoE block, float32 [tokens, D]; None where the checkpoint carries none."""
+        name = recorded_input_name(layer)
+        return self._float32(name) if name in self._file_of else None
+
+    # Files
+
+    def _list_folder(self) -> tuple[Path, dict[str, Path]]:
+        index = self.path / _INDEX
+        if not index.exists():
+            single = self.path / _SINGLE
+            if not single.exists():
+                raise CheckpointError(f"{self.path}: expected {_SINGLE} or {_INDEX} in this folder, found neither")
+            return self._list_file(single)
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"{index}: expected an object weight_map, got {type(weight_map).__name__}")
+        file_of = {}
+        for name, shard in weight_map.items():
+            # A shard is a plain file name: an index must not lead out of its folder.
+            if not isinstance(shard, str) or shard in ("", ".", "..") or "/" in shard or "\\" in shard:
+                raise CheckpointError(f"{index}: tensor {name}: expected a file name, got {shard!r}")
+            file_of[name] = self.path / shard
+        return index, file_of
+
+    def _list_file(self, path: Path) -> tuple[Path, dict[str, Path]]:
+        return path, dict.fromkeys(self._file(path).names(), path)
+
+    def _single_file_config(self) -> dict:
+        metadata = self._file(self.path).metadata
+        if "config" in metadata:
+            self._config_source = f"metadata of {self.path}"
+            return _parse_json(metadata["config"], self._config_source)
+        self._config_source = self.path.parent / "config.json"
+        return _read_json(self._config_source) if self._config_source.exists() else {}
+
+    def _file(self, path: Path) -> TensorFile:
+        if path not in self._files:
+            self._files[path] = TensorFile(path)
+        return self._files[path]
+
+    def _holder(self, name: str) -> TensorFile:
+        """The file that holds a tensor."""
+        if name not in self._file_of:
+            raise CheckpointError(f"{self._listing}: no tensor {name}")
+        path = self._file_of[name]
+        if path not in self._files and not path.exists():
+            raise CheckpointError(f"{path}: no such file, but {self._listing} places {name} in it")
+        file = self._file(path)
+        if name not in file:
+            raise CheckpointError(f"{path}: no tensor {name}, but {self._listing} places it there")
+        return file
+
+    # Configuration
+
+    def _config_size(self, *keys: str) -> int | None:
+        """The first of the entries that the configuration has, a positive number."""
+        for key in keys:
+            value = self._config.get(key)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise CheckpointError(f"{self._config_source}: {key}: expected a positive integer, got {value!r}")
+            return value
+        return None
+
+    # Layers
+
+    def _find_layers(self) -> dict[int, _SeparateLayer | _FusedLayer]:
+        # Speculative heads repeat the naming under a prefix of their own ("mtp.layers.0..."), so the model proper is
+        # the prefix with the most MoE layers.
+        by_prefix: dict[str, dict[int, _SeparateLayer | _FusedLayer]] = {}
+        for name in self._file_of:
+            if match := _SEPARATE.match(name):
+                mixtral = match["matrix"].startswith("w")
+                matrices = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+                fresh = _SeparateLayer(name[: match.start("expert")], matrices)
+            elif match := _FUSED.match(name):
+                fresh = _FusedLayer(name[: match.start("matrix")], match["suffix"])
+            else:
+                continue
+            layer = by_prefix.setdefault(match["prefix"], {}).setdefault(int(match["layer"]), fresh)
+            if type(layer) is not type(fresh) or layer.stem != fresh.stem:
+                raise CheckpointError(f"{self._listing}: layer {match['layer']} mixes two namings of experts: {name}")
+            if isinstance(layer, _SeparateLayer):
+                layer.experts.add(int(match["expert"]))
+        if not by_prefix:
+            raise CheckpointError(self._no_experts(self._file_of))
+        sizes = sorted(by_prefix, key=lambda prefix: len(by_prefix[prefix]), reverse=True)
+        if len(sizes) > 1 and len(by_prefix[sizes[0]]) == len(by_prefix[sizes[1]]):
+            raise CheckpointError(
+                f"{self._listing}: the prefixes {sizes[0]!r} and {sizes[1]!r} have "
+                f"{len(by_prefix[sizes[0]])} MoE layers each; which is the model is not clear"
+            )
+        return by_prefix[sizes[0]]
+
+    def _no_experts(self, names: Iterable[str]) -> str:
+        text = f"{self._listing}: no routed experts in a known naming (such as layers.0.mlp.experts.0.gate_proj.weight)"
+        similar = next((name for name in names if ".experts." in name), None)
+        return f"{text}; the closest is {similar}" if similar else text
+
+    def _layer(self, layer: int) -> _SeparateLayer | _FusedLayer:
+        if layer not in self._layers:
+            raise CheckpointError(
+                f"{self._listing}: layers with routed experts are {_short_list(self.moe_layers())}, got layer {layer}"
+            )
+        found = self._layers[layer]
+        for name in (f"{found.stem}gate_up_proj_bias", f"{found.stem}0.gate_proj.bias", f"{found.stem}0.w1.bias"):
+            if name in self._file_of:
+                raise CheckpointError(f"{self._listing}: experts with biases are not supported: {name}")
+        return found
+
+    # Tensors
+
+    def _float32(self, name: str) -> np.ndarray:
+        """A tensor as exact float32, fp8 through its block scales."""
+        file = self._holder(name)
+        kind = file.dtype(name)
+        if kind == "F8_E4M3":
+            return self._float32_of_fp8(name, file.view(name))
+        if kind not in ("F32", "BF16", "F16"):
+            raise CheckpointError(f"{name} in {file.path}: expected type F32, BF16, F16 or F8_E4M3, got {kind}")
+        return file.view(name).astype(np.float32)
+
+    def _float32_of_fp8(self, name: str, codes: np.ndarray) -> np.ndarray:
+        scale_name = f"{name}_scale_inv"
+        if scale_name not in self._file_of:
+            raise CheckpointError(f"{self._listing}: {name} is F8_E4M3, but its block scales {scale_name} are missing")
+        scale_file = self._holder(scale_name)
+        if scale_file.dtype(scale_name) not in ("F32", "BF16", "F8_E8M0"):
+            raise CheckpointError(
+                f"{scale_name} in {scale_file.path}: expected type F32, BF16 or F8_E8M0, "
+                f"got {scale_file.dtype(scale_name)}"
+            )
+        block = self._fp8_block()
+        if codes.ndim != 2:
+            raise CheckpointError(f"{name}: expected a matrix beside block scales, got shape {list(codes.shape)}")
+        expected = tuple(-(-size // step) for size, step in zip(codes.shape, block, strict=True))
+        self._check_shape(scale_name, scale_file.shape(scale_name), expected)
+        scales = scale_file.view(scale_name).astype(np.float32)
+        scales = np.repeat(np.repeat(scales, block[0], axis=0), block[1], axis=1)
+        return codes.astype(np.float32) * scales[: codes.shape[0], : codes.shape[1]]
+
+    def _fp8_block(self) -> tuple[int, int]:
+        quantization = self._config.get("quantization_config")
+        block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+        if block is None:
+            return 128, 128
+        if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+            raise CheckpointError(
+                f"{self._config_source}: weight_block_size: expected two positive integers, got {block!r}"
+            )
+        return block[0], block[1]
+
+    def _matrix(self, name: str) -> np.ndarray:
+        shape = self._holder(name).shape(name)
+        if len(shape) != 2:
+            raise CheckpointError(f"{name} in {self._file_of[name]}: expected a matrix, got shape {list(shape)}")
+        return self._float32(name)
+
+    def _check_shape(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if tuple(shape) != tuple(expected):
+            raise CheckpointError(
+                f"{name} in {self._file_of[name]}: expected shape {list(expected)} "
+                f"(from {self._config_source} and the expert's other matrices), got {list(shape)}"
+            )
+
+    # All experts in one tensor
+
+    def _fused_shapes(self, layer: _FusedLayer) -> tuple[int, int, int, bool]:
+        """Number of experts, inner and hidden size, and whether the matrices are transposed.
+
+        As written, gate_up is [E, 2 I, D] and down [E, D, I]; transposed, [E, D, 2 I] and [E, I, D]. No shapes fit
+        both.
+        """
+        gate_up = self._holder(layer.gate_up).shape(layer.gate_up)
+        down = self._holder(layer.down).shape(layer.down)
+        if len(gate_up) == len(down) == 3 and gate_up[0] == down[0]:
+            hidden = self._config_size("hidden_size")
+            for transposed in (False, True):
+                columns, rows = gate_up[2 - transposed], gate_up[1 + transposed]
+                inner = rows // 2
+                wanted = (inner, columns) if transposed else (columns, inner)
+                if rows % 2 == 0 and down[1:] == wanted and hidden in (None, columns):
+                    return gate_up[0], inner, columns, transposed
+        raise CheckpointError(
+            f"{layer.gate_up} {list(gate_up)} and {layer.down} {list(down)} in {self._listing}: expected "
+            f"[E, 2 I, D] and [E, D, I], or [E, D, 2 I] and [E, I, D], with hidden_size D of {self._config_source}"
+        )
+
+    def _fused_expert(self, layer: _FusedLayer, number: int, expert: int) -> ExpertWeights:
+        count, inner, _, transposed = self._fused_shapes(layer)
+        if not 0 <= expert < count:
+            raise CheckpointError(f"{self._listing}: layer {number} has experts 0 to {count - 1}, got {expert}")
+        gate_up, down = self._slice(layer.gate_up, expert), self._slice(layer.down, expert)
+        if transposed:
+            gate_up, down = gate_up.T, down.T
+        return ExpertWeights(*(np.ascontiguousarray(w) for w in (gate_up[:inner], gate_up[inner:], down)))
+
+    def _slice(self, name: str, expert: int) -> np.ndarray:
+        """One expert's matrix of a tensor of all experts, float32."""
+        file = self._holder(name)
+        if file.dtype(name) not in ("F32", "BF16", "F16"):
+            raise CheckpointError(f"{name} in {file.path}: expected type F32, BF16 or F16, got {file.dtype(name)}")
+        return file.view(name)[expert].astype(np.float32)
+
+
+def _parse_json(text: str | bytes, source: str | Path) -> dict:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source}: not readable as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{source}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return _parse_json(path.read_bytes(), path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def _short_list(numbers: list[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``"0-2, 5"``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

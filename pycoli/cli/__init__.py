@@ -1,0 +1,99 @@
+"""The command ``pycoli``: ``run`` does the main job on a checkpoint, ``doctor`` reports on the environment."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ..errors import ColiError, DeviceError
+from . import doctor, run
+from .report import BAD_INPUT, WRONG_RESULT
+
+_COMMANDS = {"run": run.command, "doctor": doctor.command}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line (that of the process by default) and returns its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _COMMANDS[options.command](options)
+    except (ColiError, OSError) as error:
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        print(f"pycoli {options.command}: {text}", file=sys.stderr)
+        return WRONG_RESULT if isinstance(error, DeviceError) else BAD_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pycoli", description="Low-bit expert weights of mixture-of-experts models on GPUs and CPUs."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    run = commands.add_parser(
+        "run",
+        help="encode the experts of a MoE layer, run them and check the results",
+        description="Encodes the routed experts of one MoE layer, runs activations through each of them on the GPU and "
+        "on the CPU, and compares with float64. Without arguments: on a small sample that comes with the package.",
+        epilog="Exit code: 0 when every result is right, 1 when one is wrong or a device failed, 2 for input that "
+        "cannot be used.",
+    )
+    run.add_argument(
+        "checkpoint",
+        nargs="?",
+        metavar="CHECKPOINT",
+        help="Hugging Face folder or .safetensors file; the sample without it",
+    )
+    run.add_argument(
+        "--layer", type=_natural, metavar="N", help="layer to take; the first one with routed experts by default"
+    )
+    run.add_argument(
+        "--format", default="e8", metavar="NAME", help="weight format, such as int8 or int4-g64 (default e8)"
+    )
+    run.add_argument("--experts", default="all", metavar="LIST", help="such as 0,3,5-7 (default all)")
+    run.add_argument(
+        "--device",
+        default="auto",
+        metavar="NAME",
+        help="auto (default: the GPU where there is one), cpu, or cuda:N",
+    )
+    run.add_argument("--tokens", type=_positive, metavar="N", help="activation rows to use (default: at most 64)")
+    run.add_argument(
+        "--activations",
+        metavar="FILE",
+        help="float rows [tokens, hidden size]: a .npy file, or FILE.safetensors[:TENSOR]; without it the rows "
+        "recorded in the checkpoint, else Gaussian ones",
+    )
+    run.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the Gaussian rows (default 0)")
+    _add_json(run)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="report on libraries, devices and processor, for bug reports",
+        description="Prints versions, the libraries found, which entry points and features the GPU library offers and "
+        "why not, devices and the processor.",
+    )
+    _add_json(doctor)
+    return parser
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the report as JSON to FILE; without FILE, to standard output in place of the text",
+    )
+
+
+def _natural(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 999999999, got {text}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if _natural(text) == 0:
+        raise argparse.ArgumentTypeError("expected a number above 0, got 0")
+    return int(text)

@@ -1,0 +1,206 @@
+"""``pycoli doctor``: what is installed, what was found, what works, and why the rest does not."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import pycoli
+
+from .. import cpu
+from .._lib import lib
+from ..errors import ColiError
+from .report import RIGHT, write_report
+
+PACKAGES = ("numpy", "cffi", "ml_dtypes", "safetensors", "tqdm")
+
+INSTRUCTION_SETS = ("avx512", "avx2", "scalar")
+
+ENVIRONMENT = (
+    "COLI_LIB",
+    "COLI_CUDA_LIB",
+    "COLI_ISA",
+    "COLI_LOG",
+    "COLI_GPU_FAIL_AFTER",
+    "COLI_CUDA_PROFILE",
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "LD_LIBRARY_PATH",
+)
+
+
+def command(options: argparse.Namespace) -> int:
+    """The command itself; returns the exit code, which is 0 whatever the state of the machine."""
+    report = examine()
+    write_report(report, _as_text(report), options.json)
+    return RIGHT
+
+
+def examine() -> dict:
+    """The report, in values that JSON can hold."""
+    return {
+        "pycoli": {"version": pycoli.__version__, "path": str(Path(__file__).parent.parent)},
+        "system": {
+            "os": _operating_system(),
+            "platform": platform.platform(),
+            "python": f"{platform.python_implementation()} {platform.python_version()}",
+            "packages": {name: _package_version(name) for name in PACKAGES},
+            "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        },
+        "libcoli": {"path": cpu.library_path(), "version": cpu.version(), "build": cpu.build_info()},
+        "processor": {
+            "model": _processor(),
+            "instruction_sets": _instruction_sets(),
+            "used": cpu.isa(),
+            "threads": cpu.threads(),
+        },
+        "driver": _driver(),
+        **_gpu_library(),
+    }
+
+
+def _gpu_library() -> dict:
+    """The GPU library's part of the report: file, entry points, features, devices."""
+    names = sorted(name for name in dir(lib) if name.startswith("coli_cuda_"))
+    try:
+        backend = pycoli.open_backend()
+    except ColiError as error:
+        return {
+            "libcoli_cuda": {"path": None, "why_not": str(error)},
+            "entry_points": dict.fromkeys(names, False),
+            "features": {},
+            "devices": [],
+            "why_no_device": str(error),
+        }
+    devices = backend.devices()
+    return {
+        "libcoli_cuda": {"path": backend.path, "version": backend.version, "build": backend.build_info},
+        "entry_points": {name: backend.has(name) for name in names},
+        "features": {feature: backend.why_not(feature) for feature in backend.features()},
+        "devices": [_device(name) for name in devices],
+        "why_no_device": backend.why_no_device(),
+    }
+
+
+def _device(name: str) -> dict:
+    try:
+        memory = pycoli.Device(name).memory()
+    except ColiError as error:
+        return {"name": name, "error": str(error)}
+    return {"name": name, "free_bytes": memory.free, "total_bytes": memory.total}
+
+
+def _instruction_sets() -> list[str]:
+    """Those that both the processor and the build have."""
+    usable = []
+    for name in INSTRUCTION_SETS:
+        try:
+            cpu.set_isa(name)
+        except ColiError:
+            continue
+        usable.append(name)
+    cpu.set_isa(None)
+    return usable
+
+
+def _operating_system() -> str:
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", platform.system())
+    except OSError:
+        return platform.system()
+
+
+def _processor() -> str:
+    for line in _lines("/proc/cpuinfo"):
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _driver() -> dict:
+    """The NVIDIA kernel driver and the boards it knows, in its own order."""
+    version = next(_lines("/proc/driver/nvidia/version"), None)
+    boards = []
+    for information in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        boards += [line.partition(":")[2].strip() for line in _lines(information) if line.startswith("Model:")]
+    return {"nvidia": version, "boards": boards}
+
+
+def _lines(path: str | Path):
+    """Lines of a file of the system; none where it is not there."""
+    try:
+        yield from Path(path).read_text(errors="replace").splitlines()
+    except OSError:
+        return
+
+
+def _package_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _as_text(report: dict) -> str:
+    system, processor, gpu = report["system"], report["processor"], report["libcoli_cuda"]
+    packages = ", ".join(f"{name} {version or 'missing'}" for name, version in system["packages"].items())
+    environment = ", ".join(f"{name}={value}" for name, value in system["environment"].items())
+    sections = [
+        ("pycoli", [f"{report['pycoli']['version']}, {report['pycoli']['path']}"]),
+        ("system", [f"{system['os']}, {system['platform']}", f"{system['python']}, {packages}"]),
+        ("environment", [environment or "none of " + ", ".join(ENVIRONMENT)]),
+        ("libcoli", [report["libcoli"]["path"], report["libcoli"]["build"]]),
+        (
+            "processor",
+            [
+                processor["model"],
+                f"instruction sets {', '.join(processor['instruction_sets'])}; {processor['used']} is used, "
+                f"with {processor['threads']} threads",
+            ],
+        ),
+        ("driver", [report["driver"]["nvidia"] or "no NVIDIA kernel driver", *report["driver"]["boards"]]),
+        ("libcoli_cuda", _library_lines(gpu)),
+        ("entry points", _entry_point_lines(report["entry_points"])),
+        ("features", _feature_lines(report["features"])),
+        ("devices", _device_lines(report)),
+    ]
+    return "\n".join(
+        f"{title if first else '':14}{line}" for title, lines in sections for first, line in _with_first(lines)
+    )
+
+
+def _library_lines(gpu: dict) -> list[str]:
+    if gpu["path"] is None:
+        return [f"not loaded: {gpu['why_not']}"]
+    return [gpu["path"], gpu["build"] or f"version {gpu['version'] or 'unknown'}: an older library"]
+
+
+def _entry_point_lines(entry_points: dict[str, bool]) -> list[str]:
+    missing = [name for name, resolved in entry_points.items() if not resolved]
+    lines = [f"{len(entry_points) - len(missing)} of {len(entry_points)} resolved"]
+    if len(missing) < len(entry_points):
+        lines += [f"missing: {name}" for name in missing]
+    return lines
+
+
+def _feature_lines(features: dict[str, str | None]) -> list[str]:
+    return [f"{name:16}{reason or 'yes'}" for name, reason in features.items()] or ["none without a GPU library"]
+
+
+def _device_lines(report: dict) -> list[str]:
+    lines = []
+    for device in report["devices"]:
+        if "error" in device:
+            lines.append(f"{device['name']}: {device['error']}")
+        else:
+            free, total = (device[key] / 2**30 for key in ("free_bytes", "total_bytes"))
+            lines.append(f"{device['name']}: {free:.1f} of {total:.1f} GiB free")
+    return lines or [f"no GPU is used: {report['why_no_device']}"]
+
+
+def _with_first(lines: list[str]) -> list[tuple[bool, str]]:
+    return [(number == 0, line) for number, line in enumerate(lines)]

@@ -1,0 +1,26 @@
+"""How a command reports: exit codes, JSON and text, aligned tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+RIGHT, WRONG_RESULT, BAD_INPUT = 0, 1, 2
+"""Exit codes."""
+
+
+def write_report(report: dict, text: str, json_file: str | None) -> None:
+    """Prints the text, or the report as JSON in its place ("-") or also to a file, as ``--json`` says."""
+    encoded = json.dumps(report, indent=2, allow_nan=False)
+    print(encoded if json_file == "-" else text)
+    if json_file not in (None, "-"):
+        Path(json_file).write_text(encoded + "\n")
+
+
+def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Columns aligned to the right under their headings; the last line is a total, set apart by a rule."""
+    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+    rule = "  ".join("-" * width for width in widths)
+    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *lines]]
+    return "\n".join([text[0], rule, *text[1:-1], rule, text[-1]])

@@ -1,0 +1,319 @@
+"""GPUs and the weight matrices that are resident on them: Device, Tensor."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from ._lib import ffi, lib
+from .backend import Backend, open_backend
+from .errors import ArgumentError, ColiError, DtypeError, FormatError, FreedError, ShapeError
+from .weights import Weights, empty_scales, parse_format, pointer, published_codebook
+
+
+class Memory(NamedTuple):
+    """Bytes of device memory."""
+
+    free: int
+    total: int
+
+
+class Stats(NamedTuple):
+    """Matrices on a device and their logical bytes (weights and scales)."""
+
+    tensors: int
+    nbytes: int
+
+
+class GroupStats(NamedTuple):
+    """Expert groups computed since the process began. The times move with COLI_CUDA_PROFILE=1 alone."""
+
+    calls: int
+    experts: int
+    rows: int
+    upload_ms: float
+    kernel_ms: float
+    download_ms: float
+
+
+class Device:
+    """A GPU.
+
+    Parameters
+    ----------
+    device : "cuda:0", int or Device
+        The CUDA ordinal.
+    backend : Backend, path or None
+        The GPU library; None for open_backend().
+
+    Attributes
+    ----------
+    name : str
+        "cuda:0"
+    ordinal : int
+    backend : Backend
+
+    Raises
+    ------
+    ArgumentError
+        The name is not a device's.
+    DeviceError
+        There is no such device; says which there are, or why there is none.
+    BackendError
+        There is no GPU library.
+    """
+
+    def __init__(self, device: str | int | Device = "cuda:0", backend: Backend | str | os.PathLike | None = None):
+        if isinstance(device, Device):
+            backend = backend or device.backend
+        self.ordinal = parse_device(device)
+        if self.ordinal is None:
+            raise ArgumentError(f"a Device is a GPU such as 'cuda:0', got {device!r}")
+        self.backend = backend if isinstance(backend, Backend) else open_backend(backend)
+        self.name = f"cuda:{self.ordinal}"
+        self._lock = self.backend.device_lock(self.ordinal)
+
+    @property
+    def integrated(self) -> bool:
+        """Whether the device shares the host's memory."""
+        return self.backend.has("device_integrated") and bool(
+            self.backend.entry("coli_cuda_device_integrated")(self.ordinal)
+        )
+
+    def memory(self) -> Memory:
+        """Free and total bytes."""
+        free, total = ffi.new("size_t *"), ffi.new("size_t *")
+        self.call("coli_cuda_mem_info", self.ordinal, free, total)
+        return Memory(free[0], total[0])
+
+    def stats(self) -> Stats:
+        """Matrices on the device and their bytes."""
+        count, nbytes = ffi.new("size_t *"), ffi.new("size_t *")
+        with self.turn():
+            self.backend.entry("coli_cuda_stats")(self.ordinal, count, nbytes)
+        return Stats(count[0], nbytes[0])
+
+    def group_stats(self) -> GroupStats:
+        """Expert groups that the device has computed."""
+        counters = [ffi.new("uint64_t *") for _ in range(3)] + [ffi.new("double *") for _ in range(3)]
+        with self.turn():
+            self.backend.entry("coli_cuda_group_stats_device")(self.ordinal, *counters)
+        return GroupStats(*(counter[0] for counter in counters))
+
+    def call(self, name: str, *arguments) -> None:
+        """Backend.call() as this device's turn."""
+        with self.turn():
+            self.backend.call(name, *arguments)
+
+    @contextmanager
+    def turn(self):
+        """Takes the device's turn: other threads' calls for it wait until the block ends."""
+        self.backend.start()
+        with self._lock:
+            yield
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Device) and (self.backend, self.ordinal) == (other.backend, other.ordinal)
+
+    def __hash__(self) -> int:
+        return hash((self.backend, self.ordinal))
+
+    def __repr__(self) -> str:
+        return f"<Device {self.name}>"
+
+
+class Tensor:
+    """A weight matrix on a GPU.
+
+    Use it as a context manager, or call free(); a forgotten one is freed when it is collected. It keeps its backend
+    alive.
+
+    Parameters
+    ----------
+    weights : Weights
+        [O, I] in any format but "int3-g64".
+    device : "cuda:0", int or Device
+
+    Attributes
+    ----------
+    device : Device
+    fmt, shape, group_size, rotated
+        As in Weights.
+
+    Raises
+    ------
+    DeviceError, BackendError
+        As for Device; or the GPU runtime failed.
+    NotProvidedError
+        The format cannot be on a GPU, or this library lacks what it needs.
+    OutOfMemoryError
+        Of device memory.
+    FormatError
+        An E8 matrix with a codebook other than the backend's: see Backend.set_e8_codebook().
+    """
+
+    def __init__(self, weights: Weights, device: str | int | Device = "cuda:0"):
+        self._handle = None
+        _check_is_weights(weights, "weights")
+        self.device = Device(device)
+        self.fmt = weights.fmt
+        self.shape = weights.shape
+        self.group_size = weights.group_size
+        self.rotated = weights.rotated
+        self._upload(weights)
+
+    @property
+    def freed(self) -> bool:
+        """Whether the matrix has left the device."""
+        return self._handle is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights and scales."""
+        with self.device.turn():
+            return self.device.backend.entry("coli_cuda_tensor_bytes")(self.handle)
+
+    @property
+    def vram(self) -> int:
+        """Bytes of device memory that the matrix takes, padding included."""
+        backend = self.device.backend
+        if not backend.has("tensor_vram"):
+            return self.nbytes
+        with self.device.turn():
+            return backend.entry("coli_cuda_tensor_vram")(self.handle)
+
+    @property
+    def handle(self):
+        """The C handle. To be used inside ``with tensor.device.turn()``. FreedError after free()."""
+        if self.freed:
+            raise FreedError(f"the {self.fmt} tensor {list(self.shape)} on {self.device.name} has been freed")
+        return self._handle
+
+    def update(self, weights: Weights) -> None:
+        """Replaces the contents in place, after work that still reads them.
+
+        Parameters
+        ----------
+        weights : Weights
+            Of the same format, group size, shape and rotation.
+
+        Raises
+        ------
+        ShapeError, FormatError, FreedError
+        NotProvidedError
+            The library has no update.
+        DeviceError
+            The copy failed. If it failed half-way, the tensor refuses to compute until an update succeeds.
+        """
+        _check_is_weights(weights, "weights")
+        if weights.shape != self.shape:
+            raise ShapeError(f"the tensor has shape {list(self.shape)}, the new weights {list(weights.shape)}")
+        if (weights.fmt, weights.rotated) != (self.fmt, self.rotated):
+            raise FormatError(f"the tensor is {_kind(self)}, the new weights are {_kind(weights)}")
+        self._check_codebook(weights)
+        backend = self.device.backend
+        backend.require("update")
+        with self.device.turn():
+            backend.call("coli_cuda_tensor_update", self.handle, weights.matrix.weights, weights.matrix.scales)
+
+    def download(self) -> Weights:
+        """The very bytes that were uploaded. NotProvidedError where the library has no download."""
+        backend = self.device.backend
+        backend.require("download")
+        number, group = parse_format(self.fmt)
+        data = np.empty(lib.coli_weight_bytes(number, *self.shape), np.uint8)
+        scales = empty_scales(number, *self.shape, group)
+        with self.device.turn():
+            backend.call("coli_cuda_tensor_download", self.handle, pointer(data), pointer(scales))
+            codebook = backend.e8_codebook if self.fmt == "e8" else None
+        return Weights.from_bytes(
+            data, fmt=self.fmt, shape=self.shape, scales=scales, rotated=self.rotated, codebook=codebook
+        )
+
+    def free(self) -> None:
+        """Releases the device memory, after work that still reads it. A second call does nothing."""
+        if self.freed:
+            return
+        backend = self.device.backend
+        if backend.in_other_process():
+            self._handle = None
+            return
+        with self.device.turn():
+            handle, self._handle = self._handle, None
+            backend.entry("coli_cuda_tensor_free")(handle)
+
+    def __enter__(self) -> Tensor:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.free()
+
+    def __del__(self):
+        self.free()
+
+    def __repr__(self) -> str:
+        state = ", freed" if self.freed else ""
+        return f"<Tensor {self.fmt} {list(self.shape)} on {self.device.name}{state}>"
+
+    def _upload(self, weights: Weights) -> None:
+        backend = self.device.backend
+        backend.require(self.fmt)
+        self._check_codebook(weights)
+        matrix = weights.matrix
+        slot = ffi.new("ColiCudaTensor **")
+        place = (matrix.columns, matrix.rows, self.device.ordinal)
+        with self.device.turn():
+            if matrix.format == lib.COLI_INT4_GROUPED:
+                source = (matrix.weights, matrix.scales, matrix.format)
+                backend.call("coli_cuda_tensor_upload_g", slot, *source, *place, matrix.group_size)
+            else:
+                backend.call("coli_cuda_tensor_upload", slot, matrix.weights, matrix.scales, matrix.format, *place)
+            self._handle = slot[0]
+            backend.register(self)
+            if is_unrotated_e8(self) and backend.has("tensor_set_rotated"):
+                self._declare_unrotated()
+
+    def _declare_unrotated(self) -> None:
+        try:
+            self.device.backend.call("coli_cuda_tensor_set_rotated", self._handle, 0)
+        except ColiError:
+            self.free()
+            raise
+
+    def _check_codebook(self, weights: Weights) -> None:
+        published = self.device.backend.e8_codebook
+        if weights.fmt == "e8" and (weights.codebook or published_codebook()) != published:
+            raise FormatError(
+                "the E8 matrix has another codebook than the devices: Backend.set_e8_codebook() publishes one for all"
+            )
+
+
+def is_unrotated_e8(matrix: Weights | Tensor) -> bool:
+    return matrix.fmt == "e8" and not matrix.rotated
+
+
+def parse_device(device: str | int | Device) -> int | None:
+    """The ordinal of a device's name, None for "cpu"."""
+    if isinstance(device, Device):
+        return device.ordinal
+    if isinstance(device, (int, np.integer)) and not isinstance(device, bool) and device >= 0:
+        return int(device)
+    if device == "cpu":
+        return None
+    match = re.fullmatch(r"cuda(?::(\d+))?", device) if isinstance(device, str) else None
+    if not match:
+        raise ArgumentError(f"device must be 'cpu', 'cuda:0' or an ordinal, got {device!r}")
+    return int(match[1] or 0)
+
+
+def _check_is_weights(weights, what: str) -> None:
+    if not isinstance(weights, Weights):
+        raise DtypeError(f"{what} must be Weights (see pycoli.encode), got {type(weights).__name__}")
+
+
+def _kind(matrix: Weights | Tensor) -> str:
+    return "unrotated e8" if is_unrotated_e8(matrix) else matrix.fmt

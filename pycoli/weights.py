@@ -1,0 +1,408 @@
+"""Weight formats and encoded matrices in host memory: formats(), rotate(), encode(), Weights."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ._arrays import as_byte_array, as_bytes, as_float32, as_matrix, check_finite, floats, freeze
+from ._lib import check, ffi, lib, text
+from .errors import ArgumentError, DtypeError, FormatError, ShapeError, SizeError
+
+_MANY_COLUMNS = 1 << 20  # enough that every format with groups of columns has more than one scale a row
+_MAX_DIM = 2**31 - 1
+_CONTAINER_TAG = 6.0  # containers store one float of this value where an E8 matrix has no scales
+
+
+@dataclass(frozen=True)
+class Format:
+    """A weight format.
+
+    Attributes
+    ----------
+    name : str
+        "e8", "int8", ...; "int4-g64" stands for "int4-gN" with any group size N.
+    bits_per_weight : float
+        Of a large matrix, scales included.
+    scale_dtype : str or None
+        "float32" or "uint8"; None where the format has no scales of its own.
+    can_encode, on_gpu : bool
+        Whether encode() takes it, and whether GPUs can hold it.
+    summary : str
+        One line for a person.
+    """
+
+    name: str
+    bits_per_weight: float
+    scale_dtype: str | None
+    can_encode: bool
+    on_gpu: bool
+    summary: str
+
+
+def formats() -> list[Format]:
+    """The weight formats, in the order of their numbers in the C interface."""
+    return [_format(number) for number in range(lib.coli_format_count())]
+
+
+def rotate(x) -> np.ndarray:
+    """Rotates rows the way that E8 matrices are stored.
+
+    Per power-of-two block of the last dimension: fixed random signs, fast Walsh-Hadamard transform, 1/sqrt(n). The
+    rotation is orthogonal, so ``rotate(x) @ rotate(w).T == x @ w.T`` up to rounding.
+
+    Parameters
+    ----------
+    x : float32 [..., dim]
+
+    Returns
+    -------
+    float32 [..., dim]
+        A new array.
+
+    Raises
+    ------
+    DtypeError, ShapeError
+    """
+    return _rotated(x, lib.coli_rotate_rows)
+
+
+def unrotate(x) -> np.ndarray:
+    """The inverse of rotate(): float32 [..., dim] to a new float32 [..., dim]."""
+    return _rotated(x, lib.coli_unrotate_rows)
+
+
+def encode(w, fmt: str, *, rotate: bool = True, group_size: int | None = None) -> Weights:
+    """Encodes a matrix.
+
+    Parameters
+    ----------
+    w : float32 [O, I]
+        O outputs of I inputs, finite. float16 and bfloat16 are converted exactly.
+    fmt : str
+        A name of formats(), or "int4-gN" for N columns that share a scale.
+    rotate : bool
+        "e8" rotates the rows first, which spreads outliers; False stores them as they are. Other formats never rotate.
+    group_size : int, optional
+        With "int4": the same as "int4-gN".
+
+    Returns
+    -------
+    Weights
+
+    Raises
+    ------
+    DtypeError, ShapeError, FormatError
+    NotFiniteError
+        Names the first element that is NaN or infinite.
+    NotProvidedError
+        The format can be read but not written.
+    """
+    number, group = parse_format(fmt, group_size)
+    w = as_matrix(w, "w")
+    check_finite(w, "w")
+    rows, columns = w.shape
+    rotated = rotate and number == lib.COLI_E8
+    if rotated:
+        w = _rotated(w, lib.coli_rotate_rows)
+    data = np.empty(lib.coli_weight_bytes(number, rows, columns), np.uint8)
+    scales = empty_scales(number, rows, columns, group)
+    check(lib.coli_encode(number, floats(w), rows, columns, group, pointer(data), pointer(scales)))
+    return Weights._of(number, group, (rows, columns), data, scales, rotated)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Weights:
+    """An encoded matrix in host memory. Made by encode() or Weights.from_bytes(); never changes.
+
+    Attributes
+    ----------
+    data : uint8 [n], read-only
+        The weights, byte for byte as the format lays them out.
+    scales : ndarray or None, read-only
+        float32 [O] for one scale a row, [O, groups] for groups of columns, [ceil(O/128), ceil(I/128)] for
+        "fp8-e4m3-b128"; uint8 [O, ceil(I/32)] for "mxfp4"; None for "f32" and "e8".
+    fmt : str
+        The format's name.
+    shape : (int, int)
+        (O, I): outputs and inputs.
+    group_size : int or None
+        Columns that share a scale in "int4-gN".
+    rotated : bool
+        Whether the rows are stored as rotate(row). False for every format but "e8".
+    codebook : bytes or None
+        The 1024 bytes of an E8 codebook that is not the published one.
+    matrix : cffi coli_matrix *
+        The view of all this that C functions take. Lives as long as the object.
+    """
+
+    data: np.ndarray
+    scales: np.ndarray | None
+    fmt: str
+    shape: tuple[int, int]
+    group_size: int | None
+    rotated: bool
+    codebook: bytes | None
+    matrix: object
+
+    @classmethod
+    def from_bytes(
+        cls,
+        data,
+        *,
+        fmt: str,
+        shape: tuple[int, int],
+        scales=None,
+        group_size: int | None = None,
+        rotated: bool = True,
+        codebook=None,
+    ) -> Weights:
+        """Takes over bytes that are encoded already.
+
+        Parameters
+        ----------
+        data : bytes-like, or an array of one-byte elements, of any shape
+            Shared where it is read-only, else copied.
+        fmt : str
+            A name of formats(), or "int4-gN".
+        shape : (int, int)
+            (O, I): outputs and inputs.
+        scales : array, optional
+            As Weights.scales, or flat. float32 (float16 and bfloat16 are converted exactly), or one-byte elements for
+            "mxfp4". For "e8", the one float 6.0 that containers store as a tag is accepted and dropped.
+        group_size : int, optional
+            With "int4": the same as "int4-gN".
+        rotated : bool
+            Whether an "e8" matrix is stored rotated. Of no meaning to other formats.
+        codebook : bytes-like, 1024 bytes, optional
+            An E8 codebook in place of the published one: 256 entries of 4 doubled magnitudes.
+
+        Returns
+        -------
+        Weights
+
+        Raises
+        ------
+        FormatError, ShapeError, DtypeError
+        SizeError
+            The number of weight bytes, scales or codebook bytes is not the one that format and shape require.
+        """
+        number, group = parse_format(fmt, group_size)
+        rows, columns = _checked_shape(shape)
+        name = _format_name(number, group)
+        what = f"{name} matrix [{rows}, {columns}]"
+        data = as_bytes(data, "data")
+        needed = lib.coli_weight_bytes(number, rows, columns)
+        if data.size != needed:
+            raise SizeError(f"{what} needs {needed} weight bytes, got {data.size}")
+        scales = _checked_scales(scales, number, group, rows, columns, what)
+        return cls._of(number, group, (rows, columns), data, scales, rotated, _checked_codebook(codebook, number, name))
+
+    @classmethod
+    def _of(cls, number, group, shape, data, scales, rotated, codebook=None) -> Weights:
+        """From parts whose sizes are right."""
+        e8 = number == lib.COLI_E8
+        data = freeze(data) if data.flags.writeable else data
+        scales = freeze(scales) if scales is not None and scales.flags.writeable else scales
+        matrix = ffi.new("coli_matrix *")
+        matrix.format = number
+        matrix.rows, matrix.columns = shape
+        matrix.group_size = group
+        matrix.flags = lib.COLI_UNROTATED if e8 and not rotated else 0
+        matrix.weights = pointer(data)
+        matrix.scales = pointer(scales)
+        matrix.codebook = ffi.from_buffer(codebook) if codebook else ffi.NULL
+        check(lib.coli_matrix_check(matrix))
+        name = _format_name(number, group)
+        return cls(data, scales, name, shape, group or None, bool(e8 and rotated), codebook, matrix)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights and scales."""
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of weights and scales for each element of the matrix."""
+        return 8 * self.nbytes / (self.shape[0] * self.shape[1])
+
+    def decode(self, stored: bool = False) -> np.ndarray:
+        """The matrix as float32 [O, I].
+
+        Parameters
+        ----------
+        stored : bool
+            True gives an E8 matrix as it is stored, still rotated, and then exactly what the bytes mean. By default the
+            rotation is undone.
+        """
+        w = np.empty(self.shape, np.float32)
+        check(lib.coli_decode(self.matrix, floats(w)))
+        if self.rotated and not stored:
+            check(lib.coli_unrotate_rows(floats(w), floats(w), *w.shape))
+        return w
+
+    def __repr__(self) -> str:
+        notes = ", unrotated" if self.fmt == "e8" and not self.rotated else ""
+        notes += ", own codebook" if self.codebook else ""
+        size = f"{self.nbytes} bytes, {self.bits_per_weight:.4g} bits a weight"
+        return f"<Weights {self.fmt} {list(self.shape)}, {size}{notes}>"
+
+    def __reduce__(self):
+        options = {"fmt": self.fmt, "shape": self.shape, "scales": self.scales}
+        return partial(Weights.from_bytes, self.data, rotated=self.rotated, codebook=self.codebook, **options), ()
+
+
+def parse_format(fmt: str, group_size: int | None = None) -> tuple[int, int]:
+    """The format's number and group size (0 where it is not free) for a name and an optional group size."""
+    if not isinstance(fmt, str):
+        raise DtypeError(f"fmt must be a name such as 'e8', got {type(fmt).__name__} {fmt!r}")
+    number, named_group = ffi.new("int *"), ffi.new("int *")
+    check(lib.coli_format_parse(fmt.encode(), number, named_group))
+    number = number[0]
+    group = named_group[0] if number == lib.COLI_INT4_GROUPED else 0
+    if group_size is None:
+        return number, group
+    if not isinstance(group_size, (int, np.integer)) or not 1 <= group_size <= _MAX_DIM:
+        raise ArgumentError(f"group_size must be a whole number of at least 1, got {group_size!r}")
+    if number == lib.COLI_INT4:
+        return lib.COLI_INT4_GROUPED, int(group_size)
+    fixed = group or _columns_per_scale(number)
+    if group_size != fixed:
+        allowed = f"has groups of {fixed}" if fixed else "has no groups of columns"
+        raise FormatError(f"format {fmt} {allowed}, got group_size={group_size}")
+    return number, group
+
+
+def format_feature(fmt: str) -> str:
+    """The name under which formats() and the backend's features list a format: "int4-g32" goes by "int4-g64"."""
+    return _format(parse_format(fmt)[0]).name
+
+
+def published_codebook() -> bytes:
+    """The published E8 codebook: 256 entries of 4 doubled magnitudes, 1024 bytes."""
+    return bytes(ffi.buffer(lib.coli_e8_codebook(), 1024))
+
+
+def checked_codebook(codebook) -> bytes:
+    """An E8 codebook as bytes. SizeError unless it has 1024."""
+    codebook = as_bytes(codebook, "codebook").tobytes()
+    if len(codebook) != 1024:
+        raise SizeError(f"an E8 codebook needs 1024 bytes (256 entries of 4 magnitudes), got {len(codebook)}")
+    return codebook
+
+
+def fp8_values() -> np.ndarray:
+    """What the 256 bytes of e4m3 mean: float32 [256], NaN for 0x7f and 0xff."""
+    ones = np.ones((1, 2), np.float32)
+    return Weights.from_bytes(bytes(range(256)), fmt="fp8-e4m3-b128", shape=(1, 256), scales=ones).decode().reshape(256)
+
+
+def empty_scales(number: int, rows: int, columns: int, group: int) -> np.ndarray | None:
+    """An array for the scales of a matrix; None where the format has none."""
+    shape = _scales_shape(number, rows, columns, group)
+    return None if shape is None else np.empty(shape, _scales_dtype(number))
+
+
+def pointer(array: np.ndarray | None):
+    """Address of an array's memory, which the caller keeps alive; NULL for None."""
+    return ffi.NULL if array is None else ffi.cast("void *", array.ctypes.data)
+
+
+def _format(number: int) -> Format:
+    info = lib.coli_format_get(number)
+    scale_dtype = text(info.scale_dtype)
+    return Format(
+        name=text(info.name),
+        bits_per_weight=info.bits_per_weight,
+        scale_dtype=None if scale_dtype == "none" else scale_dtype,
+        can_encode=bool(info.can_encode),
+        on_gpu=bool(info.on_gpu),
+        summary=text(info.summary),
+    )
+
+
+def _format_name(number: int, group: int) -> str:
+    return f"int4-g{group}" if number == lib.COLI_INT4_GROUPED else _format(number).name
+
+
+def _columns_per_scale(number: int) -> int:
+    """Columns that share a scale in a format whose group size is fixed; 0 where all columns of a row do, or none."""
+    count = lib.coli_scale_count(number, 1, _MANY_COLUMNS, 0)
+    return _MANY_COLUMNS // count if count > 1 else 0
+
+
+def _scales_shape(number: int, rows: int, columns: int, group: int) -> tuple[int, ...] | None:
+    count = lib.coli_scale_count(number, rows, columns, group)
+    if count == 0:
+        return None
+    if not group and not _columns_per_scale(number):
+        return (rows,)
+    across = lib.coli_scale_count(number, 1, columns, group)
+    return (count // across, across)
+
+
+def _scales_dtype(number: int):
+    return np.uint8 if number == lib.COLI_MXFP4 else np.float32
+
+
+def _checked_shape(shape) -> tuple[int, int]:
+    try:
+        rows, columns = map(operator.index, shape)
+    except (TypeError, ValueError):
+        raise ShapeError(f"shape must be (O, I), two whole numbers, got {shape!r}") from None
+    if not (1 <= rows <= _MAX_DIM and 1 <= columns <= _MAX_DIM):
+        raise ShapeError(f"shape must be (O, I) with both from 1 to {_MAX_DIM}, got ({rows}, {columns})")
+    return rows, columns
+
+
+def _checked_scales(scales, number: int, group: int, rows: int, columns: int, what: str) -> np.ndarray | None:
+    """Scales in their natural shape, read-only; None where the format has none."""
+    shape = _scales_shape(number, rows, columns, group)
+    if shape is None:
+        if scales is None or np.size(scales) == 0 or (number == lib.COLI_E8 and _is_container_tag(scales)):
+            return None
+        raise SizeError(f"{what} has no scales, got {np.size(scales)}")
+    needed = math.prod(shape)
+    is_bytes = _scales_dtype(number) == np.uint8
+    wanted = f"{what} needs {needed} {'uint8' if is_bytes else 'float32'} scales"
+    if scales is None:
+        raise SizeError(f"{wanted}, got none")
+    scales = as_byte_array(scales, "scales") if is_bytes else freeze(as_float32(scales, "scales"))
+    if scales.size != needed:
+        raise SizeError(f"{wanted}, got {scales.size}")
+    if scales.ndim > 1 and _without_ones(scales.shape) != _without_ones(shape):
+        raise ShapeError(f"{what} needs scales of shape {list(shape)}, got {list(scales.shape)}")
+    return scales.reshape(shape)
+
+
+def _without_ones(shape: tuple[int, ...]) -> list[int]:
+    return [n for n in shape if n != 1]
+
+
+def _is_container_tag(scales) -> bool:
+    scales = np.asarray(scales)
+    return scales.size == 1 and scales.dtype.kind == "f" and float(scales.reshape(-1)[0]) == _CONTAINER_TAG
+
+
+def _checked_codebook(codebook, number: int, name: str) -> bytes | None:
+    """None for the published codebook, so that equal matrices look equal."""
+    if codebook is None:
+        return None
+    if number != lib.COLI_E8:
+        raise FormatError(f"format {name} has no codebook: only e8 has")
+    codebook = checked_codebook(codebook)
+    return None if codebook == published_codebook() else codebook
+
+
+def _rotated(x, function) -> np.ndarray:
+    x = as_float32(x, "x")
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ShapeError(f"x must be [..., dim] with dim of at least 1, got shape {list(x.shape)}")
+    y = np.empty(x.shape, np.float32)
+    dim = x.shape[-1]
+    check(function(floats(x), floats(y), x.size // dim, dim))
+    return y

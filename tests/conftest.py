@@ -1,0 +1,61 @@
+"""Fixtures that all tests share: the test build, the libraries in it, and the shared models where they lie at hand."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _compile(build: Path, *options: str) -> Path:
+    """Set up and compile a Meson build with the tests' own targets; several test processes may ask for it at once."""
+    build.parent.mkdir(parents=True, exist_ok=True)
+    with open(build.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        meson = [sys.executable, "-m", "mesonbuild.mesonmain"]
+        if not (build / "build.ninja").exists():
+            setup = [*meson, "setup", str(build), str(ROOT), "-Dcuda=disabled", "-Dtests=true", "-Dwerror=true", *options]
+            _run(setup)
+        _run([*meson, "compile", "-C", str(build)])
+    return build
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if result.returncode:
+        pytest.fail(f"{' '.join(command)}\n{result.stdout[-6000:]}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def build_dir() -> Path:
+    """The test build: C programs, stub libraries and libcoli_cuda_simt. `COLI_TEST_BUILD` names a ready one."""
+    if ready := os.environ.get("COLI_TEST_BUILD"):
+        return Path(ready)
+    return _compile(ROOT / "build" / "tests")
+
+
+@pytest.fixture(scope="session")
+def compile_variant():
+    """A function (name, *meson options) -> build folder, for builds with other options, such as sanitizers."""
+    return lambda name, *options: _compile(ROOT / "build" / name, *options)
+
+
+@pytest.fixture(scope="session")
+def simt_lib(build_dir: Path) -> Path:
+    """The GPU backend compiled for the CPU."""
+    return build_dir / "tests" / "simt" / "libcoli_cuda_simt.so"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of large models ($COLI_SHARED, or `shared` beside the checkout)."""
+    folder = Path(os.environ.get("COLI_SHARED", ROOT.parent / "shared"))
+    if not (folder / "models").is_dir():
+        pytest.skip(f"no models in {folder}; set COLI_SHARED")
+    return folder

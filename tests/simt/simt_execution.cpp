@@ -1,0 +1,403 @@
+/* simt_execution.cpp - runs a grid: schedules the threads of a block on fibers and lets them meet at barriers. */
+#pragma GCC visibility push(hidden)
+#include "simt_execution.h"
+
+#include "simt_fibers.h"
+
+#include <cstdarg>
+#include <cstring>
+#include <numeric>
+
+namespace simt {
+
+Thread *current;
+Block block;
+
+/* Lanes of one warp that meet under one mask. What they bring is kept twice: lanes that are ahead bring values to the next
+ * meeting while others still read those of the last. */
+struct Collective {
+    unsigned mask, arrived, reading;
+    unsigned generation;
+    const char *operation;
+    Location where;
+    uint64_t values[2][32];
+    unsigned lanes[2];
+};
+
+/* Sets of lanes, one bit each. */
+struct Warp {
+    unsigned live, unstarted, ready, at_barrier;
+    Collective collectives[8];
+};
+
+namespace {
+
+constexpr unsigned WARP = 32, MAX_THREADS = 1024, MAX_WARPS = MAX_THREADS / WARP;
+
+#if defined(__SANITIZE_THREAD__)
+/* Two threads that use one stack in turn would race on it in ThreadSanitizer's eyes. */
+constexpr bool SHARE_STACKS = false;
+#else
+constexpr bool SHARE_STACKS = true;
+#endif
+
+enum class Order { forward, reverse, random };
+
+Order order;
+uint64_t random_state;
+bool lax;
+
+const char *kernel;
+const std::function<void()> *body;
+
+Thread threads[MAX_THREADS];
+Warp warps[MAX_WARPS];
+Warp *current_warp;
+unsigned warp_count, runnable_warps; /* the latter: one bit a warp */
+
+Fiber launcher, fibers[MAX_THREADS];
+Fiber *idle_fibers[MAX_THREADS];
+unsigned fiber_count, idle_count;
+
+unsigned live, returned;
+
+unsigned barrier_generation, barrier_arrived;
+unsigned barrier_true[2];
+Location barrier_where;
+
+/* Addresses that stand for an order which CUDA guarantees, for ThreadSanitizer. */
+char grid_start, grid_finish, barrier_passed[2];
+
+SIMT_UNTRACED inline void acquire([[maybe_unused]] void *what) {
+#if defined(__SANITIZE_THREAD__)
+    __tsan_acquire(what);
+#endif
+}
+SIMT_UNTRACED inline void release([[maybe_unused]] void *what) {
+#if defined(__SANITIZE_THREAD__)
+    __tsan_release(what);
+#endif
+}
+
+SIMT_UNTRACED uint64_t random_number() {
+    random_state ^= random_state >> 12;
+    random_state ^= random_state << 25;
+    random_state ^= random_state >> 27;
+    return random_state * 0x2545f4914f6cdd1dull;
+}
+
+SIMT_UNTRACED bool same_place(Location a, Location b) {
+    return a.line == b.line && (a.file == b.file || strcmp(a.file, b.file) == 0);
+}
+
+SIMT_UNTRACED void print_waiting_threads() {
+    unsigned printed = 0;
+    for (unsigned i = 0; i < warp_count * WARP; i++) {
+        const Thread &t = threads[i];
+        if (!t.fiber || !t.waiting_for) continue;
+        if (++printed > 8) break;
+        fprintf(stderr, "simt:   thread %u waits for %s at %s:%d\n", t.number, t.waiting_for, t.where.file, t.where.line);
+    }
+    if (printed > 8) fprintf(stderr, "simt:   and more\n");
+}
+
+/* One of a set of bits, which is not empty, as SIMT_ORDER says. */
+SIMT_UNTRACED unsigned choose_bit(unsigned set) {
+    if (order == Order::forward) return __builtin_ctz(set);
+    if (order == Order::reverse) return 31 - __builtin_clz(set);
+    for (unsigned skip = random_number() % __builtin_popcount(set); skip; skip--) set &= set - 1;
+    return __builtin_ctz(set);
+}
+
+SIMT_UNTRACED void make_ready(Warp &warp, unsigned lanes) {
+    warp.ready |= lanes;
+    runnable_warps |= 1u << (&warp - warps);
+}
+
+/* The thread to run next. A warp goes on as long as one of its lanes can, except in random order. */
+SIMT_UNTRACED Thread &take_next_thread() {
+    if (!runnable_warps) {
+        fprintf(stderr, "simt: %s, block (%u, %u, %u): deadlock, no thread can go on\n", kernel, block.index.x,
+                block.index.y, block.index.z);
+        print_waiting_threads();
+        abort();
+    }
+    Warp *warp = current_warp;
+    if (order == Order::random || !(warp->ready | warp->unstarted)) warp = &warps[choose_bit(runnable_warps)];
+    unsigned lane = choose_bit(warp->ready | warp->unstarted), others = ~(1u << lane);
+    warp->ready &= others;
+    warp->unstarted &= others;
+    if (!(warp->ready | warp->unstarted)) runnable_warps &= ~(1u << (warp - warps));
+    current_warp = warp;
+    return threads[(warp - warps) * WARP + lane];
+}
+
+void run_threads();
+
+SIMT_UNTRACED Fiber *fiber_for(const Thread &thread) {
+    if (!SHARE_STACKS) return &fibers[thread.number];
+    if (idle_count) return idle_fibers[--idle_count];
+    create_fiber(fibers[fiber_count], run_threads);
+    return &fibers[fiber_count++];
+}
+
+SIMT_UNTRACED void switch_to_thread(Thread &next) {
+    current = &next;
+    if (!next.fiber) next.fiber = fiber_for(next);
+    switch_to(*next.fiber);
+}
+
+/* Lets others run until somebody has made the current thread ready. */
+SIMT_UNTRACED void suspend(const char *waiting_for, Location where) {
+    Thread &self = *current;
+    self.waiting_for = waiting_for;
+    self.where = where;
+    Thread &next = take_next_thread();
+    if (&next != &self) switch_to_thread(next);
+    self.waiting_for = nullptr;
+}
+
+SIMT_UNTRACED void complete_barrier() {
+    barrier_arrived = 0;
+    barrier_generation++;
+    barrier_true[barrier_generation & 1] = 0;
+    for (unsigned w = 0; w < warp_count; w++) {
+        if (warps[w].at_barrier) make_ready(warps[w], warps[w].at_barrier);
+        warps[w].at_barrier = 0;
+    }
+    current_warp = &warps[choose_bit(runnable_warps)];
+}
+
+SIMT_UNTRACED void complete_collective(Warp &warp, Collective &c) {
+    c.lanes[c.generation & 1] = c.reading = c.arrived;
+    c.arrived = 0;
+    c.generation++;
+    make_ready(warp, c.reading);
+}
+
+/* The meeting under `mask` that is under way, or a place for a new one. */
+SIMT_UNTRACED Collective &collective_for(Warp &warp, unsigned mask) {
+    for (Collective &c : warp.collectives) {
+        if (c.mask == mask) return c;
+    }
+    for (Collective &c : warp.collectives) {
+        if (c.arrived | c.reading) continue;
+        c.mask = mask;
+        return c;
+    }
+    fail("more than 8 different masks at once in one warp");
+}
+
+SIMT_UNTRACED void run_body() {
+    acquire(&grid_start);
+    (*body)();
+    release(&grid_finish);
+}
+
+SIMT_UNTRACED void thread_returns() {
+    Thread &self = *current;
+    Warp &warp = *self.warp;
+    if (barrier_arrived && !lax) {
+        fail("the thread returns while %u others wait at the barrier at %s:%d", barrier_arrived, barrier_where.file,
+             barrier_where.line);
+    }
+    self.fiber = nullptr;
+    warp.live &= ~(1u << self.lane);
+    live--;
+    returned++;
+    if (barrier_arrived && barrier_arrived == live) complete_barrier();
+    for (Collective &c : warp.collectives) {
+        if (c.arrived && c.arrived == (c.mask & warp.live)) complete_collective(warp, c);
+    }
+}
+
+/* What a fiber does: runs threads that have not started, as long as they are next in turn, then idles. */
+SIMT_UNTRACED void run_threads() {
+    finish_switch();
+    for (;;) {
+        Fiber *self = running;
+        run_body();
+        thread_returns();
+        if (!live) {
+            if (SHARE_STACKS) idle_fibers[idle_count++] = self;
+            switch_to(launcher);
+            continue;
+        }
+        Thread &next = take_next_thread();
+        if (SHARE_STACKS && !next.fiber) {
+            next.fiber = self;
+            current = &next;
+            continue;
+        }
+        if (SHARE_STACKS) idle_fibers[idle_count++] = self;
+        switch_to_thread(next);
+    }
+}
+
+SIMT_UNTRACED void run_block() {
+    live = block.size.x * block.size.y * block.size.z;
+    returned = 0;
+    barrier_arrived = barrier_true[barrier_generation & 1] = 0;
+    runnable_warps = 0;
+    for (unsigned w = 0; w < warp_count; w++) {
+        unsigned lanes = live - w * WARP < WARP ? (1u << (live - w * WARP)) - 1 : ~0u;
+        warps[w].live = warps[w].unstarted = lanes;
+        runnable_warps |= 1u << w;
+    }
+    current_warp = &warps[choose_bit(runnable_warps)];
+    switch_to_thread(take_next_thread());
+    current = nullptr;
+}
+
+SIMT_UNTRACED void prepare_threads() {
+    unsigned count = block.size.x * block.size.y * block.size.z;
+    warp_count = (count + WARP - 1) / WARP;
+    uint3 index = {0, 0, 0};
+    for (unsigned i = 0; i < count; i++) {
+        threads[i] = {index, i, i % WARP, &warps[i / WARP], nullptr, nullptr, {nullptr, 0}};
+        if (++index.x < block.size.x) continue;
+        index.x = 0;
+        if (++index.y < block.size.y) continue;
+        index.y = 0;
+        index.z++;
+    }
+    memset(warps, 0, warp_count * sizeof warps[0]);
+    if (SHARE_STACKS) return;
+    for (; fiber_count < count; fiber_count++) create_fiber(fibers[fiber_count], run_threads);
+}
+
+void read_environment() {
+    const char *text = getenv("SIMT_ORDER");
+    order = Order::forward;
+    if (text && strcmp(text, "rev") == 0) order = Order::reverse;
+    if (text && strncmp(text, "rand", 4) == 0) {
+        order = Order::random;
+        random_state = 0x9e3779b97f4a7c15ull * (1 + (text[4] == ':' ? strtoull(text + 5, nullptr, 10) : 0)) | 1;
+    }
+    text = getenv("SIMT_LAX");
+    lax = text && strcmp(text, "1") == 0;
+}
+
+/* Visits every block once: in order, in reverse, or - start and stride being random, the latter coprime - shuffled. */
+struct BlockOrder {
+    uint64_t count, start = 0, stride = 1;
+    explicit BlockOrder(uint64_t count_) : count(count_) {
+        if (order == Order::reverse) start = stride = count - 1;
+        if (order != Order::random) return;
+        start = random_number() % count;
+        do stride = random_number() % count + 1;
+        while (std::gcd(stride, count) != 1);
+    }
+    uint64_t operator[](uint64_t i) const { return (start + i * stride) % count; }
+};
+
+} // namespace
+
+void fail(const char *format, ...) {
+    fprintf(stderr, "simt: %s", kernel ? kernel : "(no kernel)");
+    if (current) {
+        fprintf(stderr, ", block (%u, %u, %u), thread (%u, %u, %u)", block.index.x, block.index.y, block.index.z,
+                current->index.x, current->index.y, current->index.z);
+    }
+    fprintf(stderr, ": ");
+    va_list arguments;
+    va_start(arguments, format);
+    vfprintf(stderr, format, arguments);
+    va_end(arguments);
+    fprintf(stderr, "\n");
+    abort();
+}
+
+SIMT_UNTRACED unsigned barrier(bool predicate, Location where) {
+    Thread &self = *current;
+    if (!lax && returned) {
+        fail("the thread waits at the barrier at %s:%d, but %u threads of its block have returned", where.file, where.line,
+             returned);
+    }
+    if (!lax && barrier_arrived && !same_place(where, barrier_where)) {
+        fail("threads of one block wait at different barriers, at %s:%d and %s:%d", barrier_where.file, barrier_where.line,
+             where.file, where.line);
+    }
+    unsigned parity = barrier_generation & 1;
+    release(&barrier_passed[parity]);
+    barrier_where = where;
+    barrier_true[parity] += predicate;
+    self.warp->at_barrier |= 1u << self.lane;
+    if (++barrier_arrived == live) complete_barrier();
+    suspend("all threads of the block", where);
+    acquire(&barrier_passed[parity]);
+    return barrier_true[parity];
+}
+
+SIMT_UNTRACED Meeting meet(unsigned mask, uint64_t value, const char *operation, bool orders_memory, Location where) {
+    Thread &self = *current;
+    Warp &warp = *self.warp;
+    unsigned bit = 1u << self.lane;
+    if (!(mask & bit)) {
+        fail("lane %u calls %s at %s:%d with the mask 0x%08x, which leaves it out", self.lane, operation, where.file,
+             where.line, mask);
+    }
+    Collective &c = collective_for(warp, mask);
+    if (!lax && c.arrived && !(strcmp(c.operation, operation) == 0 && same_place(c.where, where))) {
+        fail("lanes of one warp meet in different operations, %s at %s:%d and %s at %s:%d", c.operation, c.where.file,
+             c.where.line, operation, where.file, where.line);
+    }
+    unsigned parity = c.generation & 1;
+    if (orders_memory) release(&c.values[parity]);
+    c.operation = operation;
+    c.where = where;
+    c.values[parity][self.lane] = value;
+    c.arrived |= bit;
+    if (c.arrived == (mask & warp.live)) complete_collective(warp, c);
+    suspend(operation, where);
+    c.reading &= ~bit;
+    if (orders_memory) acquire(&c.values[parity]);
+    return {c.values[parity], c.lanes[parity]};
+}
+
+SIMT_UNTRACED void yield() {
+    Thread &self = *current;
+    if (!runnable_warps) return;
+    Thread &next = take_next_thread();
+    make_ready(*self.warp, 1u << self.lane);
+    switch_to_thread(next);
+}
+
+SIMT_UNTRACED unsigned live_lanes() {
+    return current->warp->live;
+}
+
+/* Byte by byte and not by memset, which the sanitizers would take for an access of the thread. */
+SIMT_UNTRACED __attribute__((no_sanitize("address"))) void poison_shared(void *memory, size_t bytes) {
+    for (volatile unsigned char *p = (unsigned char *)memory; bytes; bytes--) *p++ = 0xff;
+}
+
+SIMT_UNTRACED void run_grid(dim3 grid, dim3 block_size, size_t dynamic_shared_bytes, const char *kernel_name,
+                            const std::function<void()> &kernel_body) {
+    read_environment();
+    kernel = kernel_name;
+    body = &kernel_body;
+    block.size = block_size;
+    block.grid = grid;
+    prepare_threads();
+    adopt_this_stack(launcher);
+    release(&grid_start);
+    BlockOrder blocks((uint64_t)grid.x * grid.y * grid.z);
+    for (uint64_t i = 0; i < blocks.count; i++) {
+        uint64_t linear = blocks[i];
+        block.index = {(unsigned)(linear % grid.x), (unsigned)(linear / grid.x % grid.y),
+                       (unsigned)(linear / grid.x / grid.y)};
+        block.number++;
+        block.dynamic_shared = nullptr;
+        if (dynamic_shared_bytes && posix_memalign(&block.dynamic_shared, 128, dynamic_shared_bytes) == 0) {
+            poison_shared(block.dynamic_shared, dynamic_shared_bytes);
+        }
+        run_block();
+        free(block.dynamic_shared);
+    }
+    acquire(&grid_finish);
+    kernel = nullptr;
+}
+
+} // namespace simt
+#pragma GCC visibility pop

@@ -1,0 +1,65 @@
+"""What the format tests draw with hypothesis, and how they compare floats."""
+
+import numpy as np
+import oracle
+from hypothesis import strategies as st
+
+GROUP_SIZES = (1, 5, 16, 48, 64, 128)
+
+# Columns on and beside the group, block and super-block edges of every format.
+COLUMNS = st.one_of(st.integers(1, 300), st.sampled_from([31, 33, 63, 65, 127, 128, 129, 255, 256, 257, 511, 512, 520, 769]))
+ROWS = st.one_of(st.integers(1, 5), st.sampled_from([127, 128, 129]))
+
+format_names = st.one_of(
+    st.sampled_from([name for name in oracle.FORMATS if name != "int4-g64"]),
+    st.sampled_from([f"int4-g{size}" for size in GROUP_SIZES]),
+)
+
+
+@st.composite
+def any_bytes(draw, names=format_names):
+    """A matrix of uniformly random bytes, scales included: every bit pattern may occur, infinities and NaN too."""
+    fmt = draw(names)
+    shape = draw(ROWS), draw(COLUMNS)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    data = rng.integers(0, 256, shape[0] * oracle.row_bytes(fmt, shape[1]), dtype=np.uint8)
+    scales = None
+    if layout := oracle.scale_layout(fmt, shape):
+        scale_shape, dtype = layout
+        count = int(np.prod(scale_shape)) * np.dtype(dtype).itemsize
+        scales = rng.integers(0, 256, count, dtype=np.uint8).view(dtype).reshape(scale_shape)
+    return oracle.Encoded(fmt, shape, data, scales)
+
+
+@st.composite
+def weights_to_encode(draw):
+    """A finite float32 matrix whose rows range from zero and subnormal over ordinary to huge, with exact ties between
+    codes (multiples of half a power of two) in some rows."""
+    shape = draw(st.integers(1, 5)), draw(COLUMNS)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    w = rng.standard_normal(shape)
+    for row in w:
+        kind = draw(st.sampled_from(["gaussian", "ties", "zero", "spike"]))
+        if kind == "ties":
+            row[:] = rng.integers(-255, 256, shape[1]) / 2
+            row[rng.integers(shape[1])] = rng.choice([-127, 127, -7, 7])
+        elif kind == "zero":
+            row[:] = 0
+        elif kind == "spike":
+            row[rng.integers(shape[1])] *= 1e4
+        row *= 2.0 ** draw(st.sampled_from([0, 0, 0, -3, 7, 100, -30, -100, -140]))
+    return w.astype(np.float32)
+
+
+def assert_same_bits(actual, expected):
+    """Equal float32 bits; one NaN is as good as another."""
+    assert actual.dtype == expected.dtype == np.float32 and actual.shape == expected.shape
+    both_nan = np.isnan(actual) & np.isnan(expected)
+    different = (actual.view(np.uint32) != expected.view(np.uint32)) & ~both_nan
+    if different.any():
+        where = tuple(axis[0] for axis in np.nonzero(different))
+        raise AssertionError(
+            f"{different.sum()} of {actual.size} values differ, the first at {where}: "
+            f"{actual[where]!r} ({actual[where].view(np.uint32):#010x}), "
+            f"expected {expected[where]!r} ({expected[where].view(np.uint32):#010x})"
+        )
