@@ -60,8 +60,12 @@ def as_bytes(data, what: str) -> np.ndarray:
 
 
 def freeze(array: np.ndarray) -> np.ndarray:
-    """A C-contiguous view that nobody can write to: of the array itself where it is read-only, else of a copy."""
-    array = array.copy(order="C") if _is_writable(array) else np.asarray(array, order="C")
+    """A C-contiguous array that nobody can write to: the same memory where that is read-only, else a copy."""
+    return seal(array.copy(order="C") if _is_writable(array) else np.asarray(array, order="C"))
+
+
+def seal(array: np.ndarray) -> np.ndarray:
+    """A view of a fresh array that nobody can make writable again: numpy allows that for an array itself alone."""
     array.flags.writeable = False
     return array.view(np.ndarray)
 

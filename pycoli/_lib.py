@@ -9,15 +9,12 @@ from importlib import resources
 from . import errors
 from ._bindings import ffi
 
-_FILE_NAMES = {"win32": "coli.dll", "darwin": "libcoli.dylib"}
+_FILE_NAMES = {"win32": "{}.dll", "darwin": "lib{}.dylib"}
 
 
-def _library_path() -> str:
-    """COLI_LIB, or the library that was installed into the package."""
-    override = os.environ.get("COLI_LIB")
-    if override:
-        return override
-    return str(resources.files("pycoli") / _FILE_NAMES.get(sys.platform, "libcoli.so"))
+def packaged_library(name: str) -> str:
+    """Where "coli" or "coli_cuda" is when it was installed with the package; in an editable install, in the build."""
+    return str(resources.files("pycoli") / _FILE_NAMES.get(sys.platform, "lib{}.so").format(name))
 
 
 def _load(path: str):
@@ -28,7 +25,7 @@ def _load(path: str):
         raise errors.BackendError(
             f"libcoli cannot be loaded from {path}: {error}; COLI_LIB names another file"
         ) from error
-    except AttributeError as error:
+    except ffi.error as error:
         raise errors.BackendError(f"{path} is not libcoli: it lacks coli_abi_version") from error
     if version // 1000 != library.COLI_ABI_MAJOR:
         raise errors.BackendError(
@@ -37,7 +34,7 @@ def _load(path: str):
     return library
 
 
-path = _library_path()
+path = os.environ.get("COLI_LIB") or packaged_library("coli")
 lib = _load(path)
 
 _ERRORS = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import threading
 import weakref
 from contextlib import ExitStack
 
 from ._arrays import floats
-from ._lib import check, error_of, ffi, lib, text
+from ._lib import check, error_of, ffi, lib, packaged_library, text
 from .errors import ArgumentError, ColiError, DeviceError, NotProvidedError, StateError
 from .weights import checked_codebook, format_feature, fp8_values, published_codebook
 
@@ -24,7 +25,8 @@ def open_backend(path: str | os.PathLike | None = None) -> Backend:
     Parameters
     ----------
     path : path, optional
-        By default the environment variable COLI_CUDA_LIB, or else the library that is installed beside libcoli.
+        By default the environment variable COLI_CUDA_LIB, or else the library that was installed with pycoli, or else
+        the one that the system finds.
 
     Raises
     ------
@@ -32,7 +34,7 @@ def open_backend(path: str | os.PathLike | None = None) -> Backend:
         Says which files were tried and why they do not do: not found, not a library, another ABI major.
     """
     with _opened_lock:
-        backend = Backend(path)
+        backend = Backend(path if path is not None else _packaged_path())
         return _opened.setdefault(os.path.realpath(backend.path), backend)
 
 
@@ -68,9 +70,8 @@ class Backend:
         self.e8_codebook = published_codebook()
         self._started_in: int | None = None
         self._start_lock = threading.RLock()
-        self._device_locks: dict[int, threading.RLock] = {}
+        self._slots: dict[int, Slot] = {}
         self._tensors: weakref.WeakSet = weakref.WeakSet()
-        self._issued: dict[int, weakref.ref] = {}
 
     @property
     def version(self) -> str | None:
@@ -88,14 +89,14 @@ class Backend:
 
     def features(self) -> list[str]:
         """What why_not() can be asked about: format names, "devices", "matmul", "expert_mlp", "expert_group", ..."""
-        return [text(lib.coli_backend_feature_name(i)) for i in range(lib.coli_backend_feature_count())]
+        return list(_feature_names())
 
     def why_not(self, feature: str) -> str | None:
         """Why this library cannot offer a feature: a sentence, or None when it can.
 
         ArgumentError for a name that is not a feature; the message lists them.
         """
-        known = self.features()
+        known = _feature_names()
         if feature not in known:
             try:
                 feature = format_feature(feature)
@@ -121,7 +122,8 @@ class Backend:
         reason = self.why_not("devices")
         if reason or self._visible():
             return reason
-        return self._last_error("coli_cuda_available_device_count" if self.has("available_device_count") else "coli_cuda_init")
+        asked = "available_device_count" if self.has("available_device_count") else "init"
+        return self._last_error(_full_name(asked))
 
     def set_e8_codebook(self, codebook) -> None:
         """Replaces the E8 codebook on every device: 1024 bytes, 256 entries of 4 doubled magnitudes.
@@ -146,7 +148,8 @@ class Backend:
                 for tensor in list(self._tensors):
                     tensor.free()
                 self.entry("coli_cuda_shutdown")()
-                self._issued.clear()
+                for slot in self._slots.values():
+                    slot.issued = None
                 self._started_in = None
                 self.e8_codebook = published_codebook()
 
@@ -159,7 +162,7 @@ class Backend:
         """An entry point as a function. NotProvidedError where the library lacks it."""
         try:
             return getattr(self._library, name)
-        except AttributeError:
+        except ffi.error:
             raise NotProvidedError(f"{self.path} lacks {name}") from None
 
     def call(self, name: str, *arguments) -> None:
@@ -181,15 +184,15 @@ class Backend:
         with self._start_lock:
             if self.in_other_process():
                 raise DeviceError(
-                    f"the GPU library is in use by process {self._started_in} and cannot be used in {os.getpid()}, forked "
-                    "from it: start worker processes by spawning, or before the first use of a device"
+                    f"process {self._started_in} uses the GPU library, and its fork {os.getpid()} cannot use it too: "
+                    "start worker processes by spawning, or before the first use of a device"
                 )
             if self._started_in is None:
                 self.require("devices")
                 ordinals = self._initialised()
                 self._started_in = os.getpid()
                 for ordinal in ordinals:
-                    self._device_locks.setdefault(ordinal, threading.RLock())
+                    self._slots.setdefault(ordinal, Slot())
 
     def in_other_process(self) -> bool:
         """Whether this process was forked from the one that prepared the devices, and so cannot use them."""
@@ -199,13 +202,13 @@ class Backend:
         """Has a tensor freed before the library is shut down."""
         self._tensors.add(tensor)
 
-    def device_lock(self, ordinal: int) -> threading.RLock:
-        """The lock under which all calls for a device are made. DeviceError for one that is not there."""
+    def slot(self, ordinal: int) -> Slot:
+        """The bookkeeping of a device. DeviceError for one that is not there."""
         self.start()
-        if ordinal not in self._device_locks:
-            there = ", ".join(f"cuda:{n}" for n in sorted(self._device_locks))
+        if ordinal not in self._slots:
+            there = ", ".join(f"cuda:{n}" for n in sorted(self._slots))
             raise DeviceError(f"there is no device cuda:{ordinal}; there are {there}")
-        return self._device_locks[ordinal]
+        return self._slots[ordinal]
 
     def _initialised(self) -> list[int]:
         """Initialises the library for all visible devices, or takes over the devices that something else has chosen."""
@@ -234,14 +237,14 @@ class Backend:
         if self.has("coli_cuda_available_device_count"):
             return list(range(min(self._library.coli_cuda_available_device_count(), lib.COLI_CUDA_MAX_DEVICES)))
         if self._started_in is not None:
-            return sorted(self._device_locks)
+            return sorted(self._slots)
         return [0] if self._library.coli_cuda_init(ffi.new("int[]", [0]), 1) else []
 
     def _all_devices(self) -> ExitStack:
         """The locks of all devices, in a fixed order."""
         stack = ExitStack()
-        for ordinal in sorted(self._device_locks):
-            stack.enter_context(self._device_locks[ordinal])
+        for ordinal in sorted(self._slots):
+            stack.enter_context(self._slots[ordinal].lock)
         return stack
 
     def _last_error(self, name: str) -> str:
@@ -250,6 +253,36 @@ class Backend:
 
     def _optional_text(self, name: str) -> str | None:
         return text(self.entry(name)()) if self.has(name) else None
+
+
+def _packaged_path() -> str | None:
+    """The installed GPU library; None where libcoli is to search by itself."""
+    packaged = packaged_library("coli_cuda")
+    return packaged if not os.environ.get("COLI_CUDA_LIB") and os.path.exists(packaged) else None
+
+
+class Slot:
+    """What all Device objects of one device share.
+
+    Attributes
+    ----------
+    lock : RLock
+        Held by the thread whose turn it is to call the library for the device.
+    abandoned : list
+        C handles of tensors to free in the next turn.
+    issued : weak reference or None
+        The group whose issue was not taken yet.
+    """
+
+    def __init__(self):
+        self.lock = threading.RLock()
+        self.abandoned: list = []
+        self.issued: weakref.ref | None = None
+
+
+@functools.cache
+def _feature_names() -> tuple[str, ...]:
+    return tuple(text(lib.coli_backend_feature_name(i)) for i in range(lib.coli_backend_feature_count()))
 
 
 def _full_name(name: str) -> str:

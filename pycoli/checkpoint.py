@@ -26,7 +26,7 @@ import numpy as np
 
 from .tensorfile import CheckpointError, TensorFile
 
-__all__ = ["Checkpoint", "CheckpointError", "ExpertWeights", "recorded_input_name"]
+__all__ = ["Checkpoint", "CheckpointError", "ExpertWeights", "number_ranges", "recorded_input_name"]
 
 _EXPERTS = r"^(?P<prefix>(?:.*\.)?)layers\.(?P<layer>\d{1,6})\.(?:mlp|block_sparse_moe|feed_forward)\.experts\."
 _SEPARATE = re.compile(_EXPERTS + r"(?P<expert>\d{1,6})\.(?P<matrix>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
@@ -140,7 +140,7 @@ class Checkpoint:
             missing = sorted(set(range(count)) - found.experts)
             if missing:
                 raise CheckpointError(
-                    f"{self._listing}: layer {layer} has experts up to {count - 1} but not {_short_list(missing)}"
+                    f"{self._listing}: layer {layer} has experts up to {count - 1} but not {number_ranges(missing)}"
                 )
         expected = self._config_size("num_experts", "n_routed_experts", "num_local_experts")
         if expected is not None and expected != count:
@@ -167,7 +167,7 @@ class Checkpoint:
             return self._fused_expert(found, layer, expert)
         if expert not in found.experts:
             raise CheckpointError(
-                f"{self._listing}: layer {layer} has experts {_short_list(sorted(found.experts))}, got {expert}"
+                f"{self._listing}: layer {layer} has experts {number_ranges(sorted(found.experts))}, got {expert}"
             )
         gate, up, down = (self._matrix(found.tensor(expert, matrix)) for matrix in found.matrices)
         inner = self._config_size("moe_intermediate_size", "intermediate_size") or gate.shape[0]
@@ -281,7 +281,7 @@ class Checkpoint:
     def _layer(self, layer: int) -> _SeparateLayer | _FusedLayer:
         if layer not in self._layers:
             raise CheckpointError(
-                f"{self._listing}: layers with routed experts are {_short_list(self.moe_layers())}, got layer {layer}"
+                f"{self._listing}: layers with routed experts are {number_ranges(self.moe_layers())}, got layer {layer}"
             )
         found = self._layers[layer]
         for name in (f"{found.stem}gate_up_proj_bias", f"{found.stem}0.gate_proj.bias", f"{found.stem}0.w1.bias"):
@@ -354,17 +354,19 @@ class Checkpoint:
         """
         gate_up = self._holder(layer.gate_up).shape(layer.gate_up)
         down = self._holder(layer.down).shape(layer.down)
+        wanted_hidden = self._config_size("hidden_size")
+        wanted_inner = self._config_size("moe_intermediate_size")
         if len(gate_up) == len(down) == 3 and gate_up[0] == down[0]:
-            hidden = self._config_size("hidden_size")
             for transposed in (False, True):
-                columns, rows = gate_up[2 - transposed], gate_up[1 + transposed]
+                rows, hidden = reversed(gate_up[1:]) if transposed else gate_up[1:]
                 inner = rows // 2
-                wanted = (inner, columns) if transposed else (columns, inner)
-                if rows % 2 == 0 and down[1:] == wanted and hidden in (None, columns):
-                    return gate_up[0], inner, columns, transposed
+                fits = rows % 2 == 0 and down[1:] == ((inner, hidden) if transposed else (hidden, inner))
+                if fits and wanted_hidden in (None, hidden) and wanted_inner in (None, inner):
+                    return gate_up[0], inner, hidden, transposed
         raise CheckpointError(
             f"{layer.gate_up} {list(gate_up)} and {layer.down} {list(down)} in {self._listing}: expected "
-            f"[E, 2 I, D] and [E, D, I], or [E, D, 2 I] and [E, I, D], with hidden_size D of {self._config_source}"
+            f"[E, 2 I, D] and [E, D, I], or [E, D, 2 I] and [E, I, D], with hidden_size {wanted_hidden} (D) and "
+            f"moe_intermediate_size {wanted_inner} (I) as {self._config_source} has them"
         )
 
     def _fused_expert(self, layer: _FusedLayer, number: int, expert: int) -> ExpertWeights:
@@ -401,7 +403,7 @@ def _read_json(path: Path) -> dict:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
-def _short_list(numbers: list[int]) -> str:
+def number_ranges(numbers: list[int]) -> str:
     """``[0, 1, 2, 5]`` as ``"0-2, 5"``."""
     runs: list[list[int]] = []
     for number in numbers:

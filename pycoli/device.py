@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ._lib import ffi, lib
+from ._arrays import seal
+from ._lib import ffi, lib, text
 from .backend import Backend, open_backend
-from .errors import ArgumentError, ColiError, DtypeError, FormatError, FreedError, ShapeError
+from .errors import ArgumentError, BackendError, ColiError, DeviceError, DtypeError, FormatError, FreedError, ShapeError
 from .weights import Weights, empty_scales, parse_format, pointer, published_codebook
 
 
@@ -64,7 +65,7 @@ class Device:
     DeviceError
         There is no such device; says which there are, or why there is none.
     BackendError
-        There is no GPU library.
+        The library that `backend` names cannot be opened.
     """
 
     def __init__(self, device: str | int | Device = "cuda:0", backend: Backend | str | os.PathLike | None = None):
@@ -73,16 +74,33 @@ class Device:
         self.ordinal = parse_device(device)
         if self.ordinal is None:
             raise ArgumentError(f"a Device is a GPU such as 'cuda:0', got {device!r}")
-        self.backend = backend if isinstance(backend, Backend) else open_backend(backend)
         self.name = f"cuda:{self.ordinal}"
-        self._lock = self.backend.device_lock(self.ordinal)
+        self.backend = backend if isinstance(backend, Backend) else self._opened(backend)
+        self._slot = self.backend.slot(self.ordinal)
+
+    def _opened(self, path) -> Backend:
+        try:
+            return open_backend(path)
+        except BackendError as error:
+            if path is not None:
+                raise
+            raise DeviceError(f"{self.name} cannot be used: {error}") from error
+
+    @property
+    def model(self) -> str | None:
+        """The product's name, such as "NVIDIA H200"; None for libraries that cannot tell."""
+        if not self.backend.has("device_name"):
+            return None
+        name = ffi.new("char[]", 256)
+        self.call("coli_cuda_device_name", self.ordinal, name, len(name))
+        return text(name)
 
     @property
     def integrated(self) -> bool:
         """Whether the device shares the host's memory."""
-        return self.backend.has("device_integrated") and bool(
-            self.backend.entry("coli_cuda_device_integrated")(self.ordinal)
-        )
+        if not self.backend.has("device_integrated"):
+            return False
+        return bool(self.backend.entry("coli_cuda_device_integrated")(self.ordinal))
 
     def memory(self) -> Memory:
         """Free and total bytes."""
@@ -104,18 +122,6 @@ class Device:
             self.backend.entry("coli_cuda_group_stats_device")(self.ordinal, *counters)
         return GroupStats(*(counter[0] for counter in counters))
 
-    def call(self, name: str, *arguments) -> None:
-        """Backend.call() as this device's turn."""
-        with self.turn():
-            self.backend.call(name, *arguments)
-
-    @contextmanager
-    def turn(self):
-        """Takes the device's turn: other threads' calls for it wait until the block ends."""
-        self.backend.start()
-        with self._lock:
-            yield
-
     def __eq__(self, other) -> bool:
         return isinstance(other, Device) and (self.backend, self.ordinal) == (other.backend, other.ordinal)
 
@@ -124,6 +130,37 @@ class Device:
 
     def __repr__(self) -> str:
         return f"<Device {self.name}>"
+
+    # What the other modules of the package use.
+
+    def call(self, name: str, *arguments) -> None:
+        """Backend.call() in the device's turn."""
+        with self.turn():
+            self.backend.call(name, *arguments)
+
+    @contextmanager
+    def turn(self):
+        """Takes the device's turn: other threads' calls for it wait until the block ends. Gives the device's Slot."""
+        self.backend.start()
+        with self._slot.lock:
+            self._free_abandoned()
+            yield self._slot
+
+    def abandon(self, handle) -> None:
+        """Frees a tensor as soon as the device's turn can be had without waiting.
+
+        For finalizers: they run in the middle of anything, other devices' turns included, so waiting could deadlock.
+        """
+        self._slot.abandoned.append(handle)
+        if self._slot.lock.acquire(blocking=False):
+            try:
+                self._free_abandoned()
+            finally:
+                self._slot.lock.release()
+
+    def _free_abandoned(self) -> None:
+        while self._slot.abandoned:
+            self.backend.entry("coli_cuda_tensor_free")(self._slot.abandoned.pop())
 
 
 class Tensor:
@@ -143,10 +180,12 @@ class Tensor:
     device : Device
     fmt, shape, group_size, rotated
         As in Weights.
+    format_number : int
+        The format's number in the C interface.
 
     Raises
     ------
-    DeviceError, BackendError
+    DeviceError
         As for Device; or the GPU runtime failed.
     NotProvidedError
         The format cannot be on a GPU, or this library lacks what it needs.
@@ -161,6 +200,7 @@ class Tensor:
         _check_is_weights(weights, "weights")
         self.device = Device(device)
         self.fmt = weights.fmt
+        self.format_number = weights.matrix.format
         self.shape = weights.shape
         self.group_size = weights.group_size
         self.rotated = weights.rotated
@@ -214,10 +254,10 @@ class Tensor:
             raise ShapeError(f"the tensor has shape {list(self.shape)}, the new weights {list(weights.shape)}")
         if (weights.fmt, weights.rotated) != (self.fmt, self.rotated):
             raise FormatError(f"the tensor is {_kind(self)}, the new weights are {_kind(weights)}")
-        self._check_codebook(weights)
         backend = self.device.backend
         backend.require("update")
         with self.device.turn():
+            self._check_codebook(weights)
             backend.call("coli_cuda_tensor_update", self.handle, weights.matrix.weights, weights.matrix.scales)
 
     def download(self) -> Weights:
@@ -230,21 +270,20 @@ class Tensor:
         with self.device.turn():
             backend.call("coli_cuda_tensor_download", self.handle, pointer(data), pointer(scales))
             codebook = backend.e8_codebook if self.fmt == "e8" else None
-        return Weights.from_bytes(
-            data, fmt=self.fmt, shape=self.shape, scales=scales, rotated=self.rotated, codebook=codebook
-        )
+        options = {"fmt": self.fmt, "shape": self.shape, "rotated": self.rotated, "codebook": codebook}
+        return Weights.from_bytes(seal(data), scales=scales, **options)
 
     def free(self) -> None:
         """Releases the device memory, after work that still reads it. A second call does nothing."""
         if self.freed:
             return
-        backend = self.device.backend
-        if backend.in_other_process():
+        if self.device.backend.in_other_process():
             self._handle = None
             return
         with self.device.turn():
             handle, self._handle = self._handle, None
-            backend.entry("coli_cuda_tensor_free")(handle)
+            if handle is not None:
+                self.device.backend.entry("coli_cuda_tensor_free")(handle)
 
     def __enter__(self) -> Tensor:
         return self
@@ -253,7 +292,9 @@ class Tensor:
         self.free()
 
     def __del__(self):
-        self.free()
+        handle, self._handle = self._handle, None
+        if handle is not None and not self.device.backend.in_other_process():
+            self.device.abandon(handle)
 
     def __repr__(self) -> str:
         state = ", freed" if self.freed else ""
@@ -262,11 +303,11 @@ class Tensor:
     def _upload(self, weights: Weights) -> None:
         backend = self.device.backend
         backend.require(self.fmt)
-        self._check_codebook(weights)
         matrix = weights.matrix
         slot = ffi.new("ColiCudaTensor **")
         place = (matrix.columns, matrix.rows, self.device.ordinal)
         with self.device.turn():
+            self._check_codebook(weights)
             if matrix.format == lib.COLI_INT4_GROUPED:
                 source = (matrix.weights, matrix.scales, matrix.format)
                 backend.call("coli_cuda_tensor_upload_g", slot, *source, *place, matrix.group_size)

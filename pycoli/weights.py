@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from ._arrays import as_byte_array, as_bytes, as_float32, as_matrix, check_finite, floats, freeze
+from ._arrays import as_byte_array, as_bytes, as_float32, as_matrix, check_finite, floats, freeze, seal
 from ._lib import check, ffi, lib, text
 from .errors import ArgumentError, DtypeError, FormatError, ShapeError, SizeError
 
@@ -112,7 +112,8 @@ def encode(w, fmt: str, *, rotate: bool = True, group_size: int | None = None) -
     data = np.empty(lib.coli_weight_bytes(number, rows, columns), np.uint8)
     scales = empty_scales(number, rows, columns, group)
     check(lib.coli_encode(number, floats(w), rows, columns, group, pointer(data), pointer(scales)))
-    return Weights._of(number, group, (rows, columns), data, scales, rotated)
+    scales = None if scales is None else seal(scales)
+    return Weights._of(number, group, (rows, columns), seal(data), scales, rotated)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -204,10 +205,8 @@ class Weights:
 
     @classmethod
     def _of(cls, number, group, shape, data, scales, rotated, codebook=None) -> Weights:
-        """From parts whose sizes are right."""
+        """From read-only parts whose sizes are right."""
         e8 = number == lib.COLI_E8
-        data = freeze(data) if data.flags.writeable else data
-        scales = freeze(scales) if scales is not None and scales.flags.writeable else scales
         matrix = ffi.new("coli_matrix *")
         matrix.format = number
         matrix.rows, matrix.columns = shape

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,3 +60,16 @@ def shared() -> Path:
     if not (folder / "models").is_dir():
         pytest.skip(f"no models in {folder}; set COLI_SHARED")
     return folder
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Random numbers, the same in every run."""
+    return np.random.default_rng(20260)
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict[str, np.ndarray]:
+    """Float64 golden vectors of E8: decoded matrices, rotations, one expert, one encoded matrix."""
+    with np.load(ROOT / "tests" / "data" / "golden_e8.npz") as archive:
+        return dict(archive)

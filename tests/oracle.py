@@ -1,10 +1,10 @@
 """Executable specification of the weight formats, the E8 rotation and the expert, in numpy.
 
-Written from docs/formats.md, not from the library, and sharing no code with it: the tests compare the two. It aims to be
-read, not to be fast. Matrices are [O, I], row-major: O rows (outputs) of I columns (inputs).
+Written from docs/formats.md, not from the library, and sharing no code with it: the tests compare the two. It aims to
+be read, not to be fast. Matrices are [O, I], row-major: O rows (outputs) of I columns (inputs).
 
-Where the description fixes the float32 arithmetic, `decode(..., dtype=np.float32)` gives the exact bits; with float64 it
-gives the exact value that the bytes stand for.
+Where the description fixes the float32 arithmetic, `decode(np.float32)` gives the exact bits; by default it gives the
+float64 value that the bytes stand for.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import numpy as np
 # Names in the order of their numbers in the C ABI. "int4-g64" stands for every group size.
 FORMATS = ("f32", "int8", "int4", "int2", "int4-g64", "int3-g64", "e8", "mxfp4", "fp8-e4m3-b128")
 
-# ---- geometry ---------------------------------------------------------------------------------------------------------
+# ---- geometry ----
 
 
 def ceil_div(a, b):
@@ -77,7 +77,7 @@ def _from_bits(bits):
     return bits.astype(np.int64) @ (1 << np.arange(bits.shape[-1], dtype=np.int64))
 
 
-# ---- integer formats --------------------------------------------------------------------------------------------------
+# ---- integer formats ----
 
 # Bits of a code; the largest code (the smallest is -largest - 1); columns that share a scale (None: the whole row).
 _INTEGERS = {"int8": (8, 127, None), "int4": (4, 7, None), "int2": (2, 1, None), "int3-g64": (3, 3, 64)}
@@ -127,7 +127,7 @@ def quantise(fmt, w):
     return codes.reshape(rows, -1)[:, :columns], scales.reshape(scale_layout(fmt, w.shape)[0])
 
 
-# ---- floating-point formats -------------------------------------------------------------------------------------------
+# ---- floating-point formats ----
 
 
 def _e4m3_table():
@@ -168,7 +168,7 @@ def _decode_fp8(data, scales, shape, dtype):
     return values.astype(dtype) * block_scales.astype(dtype)
 
 
-# ---- E8 ---------------------------------------------------------------------------------------------------------------
+# ---- E8 ----
 
 # Level numbers of the 256 entries, four weights each.
 _LEVEL_DIGITS = """
@@ -289,7 +289,7 @@ def _encode_super_blocks(w):
     return e8_blocks(best_indices, sign_fields, best_code, super_scales)
 
 
-# ---- encoded matrices -------------------------------------------------------------------------------------------------
+# ---- encoded matrices ----
 
 
 @dataclass
@@ -349,7 +349,7 @@ def random_encoded(rng, fmt, shape, magnitude=1.0, codebook=CODEBOOK):
     return Encoded(fmt, tuple(shape), data, scales, codebook)
 
 
-# ---- rotation ---------------------------------------------------------------------------------------------------------
+# ---- rotation ----
 
 LARGEST_BLOCK = 32768
 
@@ -421,7 +421,7 @@ def unrotate(y):
     return x
 
 
-# ---- the expert -------------------------------------------------------------------------------------------------------
+# ---- the expert ----
 
 
 def silu(z):
@@ -430,8 +430,8 @@ def silu(z):
 
 
 def expert(x, gate, up, down):
-    """down(silu(gate x) * (up x)) for `Encoded` matrices as the C ABI has it, in float64: x meets gate and up as it is; the
-    hidden rows are rotated where down is E8 and stored rotated."""
+    """down(silu(gate x) * (up x)) for `Encoded` matrices as the C ABI has it, in float64: x meets gate and up as it is;
+    the hidden rows are rotated where down is E8 and stored rotated."""
     x = np.asarray(x, np.float64)
     hidden = silu(x @ gate.decode().T) * (x @ up.decode().T)
     if down.fmt == "e8" and down.rotated:
@@ -449,4 +449,5 @@ def expert_mxfp4(x, gate, up, down, b1, b2):
 def relative_rms(actual, expected):
     """Root mean square of the error over that of the expected values."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    return np.sqrt(((actual - expected) ** 2).mean() / (expected**2).mean())
+    error, size = ((actual - expected) ** 2).mean(), (expected**2).mean()
+    return np.sqrt(error / size) if size else 0.0 if error == 0 else np.inf

@@ -2,12 +2,19 @@
 
 import numpy as np
 import oracle
+from hypothesis import settings
 from hypothesis import strategies as st
+
+# A loaded machine must not fail a test by being slow.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 GROUP_SIZES = (1, 5, 16, 48, 64, 128)
 
 # Columns on and beside the group, block and super-block edges of every format.
-COLUMNS = st.one_of(st.integers(1, 300), st.sampled_from([31, 33, 63, 65, 127, 128, 129, 255, 256, 257, 511, 512, 520, 769]))
+COLUMNS = st.one_of(
+    st.integers(1, 300), st.sampled_from([31, 33, 63, 65, 127, 128, 129, 255, 256, 257, 511, 512, 520, 769])
+)
 ROWS = st.one_of(st.integers(1, 5), st.sampled_from([127, 128, 129]))
 
 format_names = st.one_of(
@@ -53,7 +60,8 @@ def weights_to_encode(draw):
 
 def assert_same_bits(actual, expected):
     """Equal float32 bits; one NaN is as good as another."""
-    assert actual.dtype == expected.dtype == np.float32 and actual.shape == expected.shape
+    assert actual.dtype == expected.dtype == np.float32
+    assert actual.shape == expected.shape
     both_nan = np.isnan(actual) & np.isnan(expected)
     different = (actual.view(np.uint32) != expected.view(np.uint32)) & ~both_nan
     if different.any():

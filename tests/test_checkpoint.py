@@ -272,6 +272,10 @@ def test_fused_shapes_that_do_not_fit(tmp_path):
     }
     with pytest.raises(CheckpointError, match=r"gate_up_proj \[2, 12, 10\] and .*down_proj \[2, 10, 7\]"):
         Checkpoint(write_folder(tmp_path / "model", tensors)).expert(0, 0)
+    tensors["model.layers.0.mlp.experts.down_proj"] = np.zeros((2, 10, 6), np.float32)
+    config = {"hidden_size": 10, "moe_intermediate_size": 5}
+    with pytest.raises(CheckpointError, match=r"with hidden_size 10 \(D\) and moe_intermediate_size 5 \(I\)"):
+        Checkpoint(write_folder(tmp_path / "config", tensors, config)).expert(0, 0)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.float64, ml_dtypes.float8_e5m2, bool])

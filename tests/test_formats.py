@@ -2,11 +2,12 @@
 
 import numpy as np
 import oracle
-import pycoli
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import GROUP_SIZES, any_bytes, assert_same_bits, weights_to_encode
+
+import pycoli
 
 INTEGER_FORMATS = ["int8", "int4", "int2", "int3-g64", *(f"int4-g{size}" for size in GROUP_SIZES)]
 
@@ -39,7 +40,8 @@ def test_decode_every_fp8_byte():
     matrix = oracle.Encoded("fp8-e4m3-b128", (1, 256), data, scales)
     decoded = to_weights(matrix).decode()
     assert_same_bits(decoded, matrix.decode(np.float32))
-    assert np.isnan(decoded[0, [0x7F, 0xFF]]).all() and np.isnan(decoded).sum() == 2
+    assert np.isnan(decoded[0, [0x7F, 0xFF]]).all()
+    assert np.isnan(decoded).sum() == 2
 
 
 def test_decode_every_mxfp4_nibble_and_scale():
@@ -49,7 +51,8 @@ def test_decode_every_mxfp4_nibble_and_scale():
     matrix = oracle.Encoded("mxfp4", (256, 32), np.tile(row, 256), np.arange(256, dtype=np.uint8)[:, None])
     decoded = to_weights(matrix).decode()
     assert_same_bits(decoded, matrix.decode(np.float32))
-    assert not decoded[0].any() and not np.isfinite(decoded[255]).any()
+    assert not decoded[0].any()
+    assert not np.isfinite(decoded[255]).any()
 
 
 def test_decode_every_int8_code_and_scale_extremes():
@@ -69,16 +72,15 @@ def test_encode_integers(w, fmt):
 @given(weights_to_encode())
 def test_encode_f32_is_a_copy(w):
     encoded = pycoli.encode(w, "f32")
-    assert encoded.scales is None and encoded.data.tobytes() == w.tobytes()
+    assert encoded.scales is None
+    assert encoded.data.tobytes() == w.tobytes()
 
 
-@pytest.mark.parametrize("fmt", INTEGER_FORMATS)
+@pytest.mark.parametrize("fmt", [fmt for fmt in INTEGER_FORMATS if fmt != "int4-g1"])
 def test_encode_rounds_ties_to_even(fmt):
     largest = {"int8": 127, "int2": 1, "int3-g64": 3}.get(fmt, 7)
     # The first column of every group fixes its scale at 1; the others lie half-way between codes.
     group = oracle.split_name(fmt)[1] or 64
-    if group == 1:
-        pytest.skip("a group of one column is its own scale: no ties")
     columns = np.arange(64)
     w = ((columns % (2 * largest)) - largest + 0.5).astype(np.float32)[None, :]
     w[:, ::group] = largest

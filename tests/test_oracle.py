@@ -1,4 +1,4 @@
-"""The oracle itself, held against golden vectors made elsewhere and against two other implementations of the E8 block."""
+"""The oracle itself, held against golden vectors made elsewhere and against other libraries."""
 
 import numpy as np
 import oracle
@@ -75,7 +75,8 @@ def test_e4m3_and_e2m1_are_ml_dtypes():
     e4m3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     assert np.array_equal(oracle.E4M3, e4m3, equal_nan=True)
     e2m1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-    assert np.array_equal(oracle.E2M1, e2m1) and np.array_equal(np.signbit(oracle.E2M1), np.signbit(e2m1))
+    assert np.array_equal(oracle.E2M1, e2m1)
+    assert np.array_equal(np.signbit(oracle.E2M1), np.signbit(e2m1))
 
 
 def test_e8_fields_round_trip(rng):

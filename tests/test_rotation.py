@@ -2,8 +2,9 @@
 
 import numpy as np
 import oracle
-import pycoli
 import pytest
+
+import pycoli
 
 TOLERANCE = 2e-7  # relative RMS of the float32 transform
 

@@ -43,14 +43,20 @@ def exported(library: Path) -> set[str]:
 def differences(library: Path, symbol_file: Path, headers: Iterable[Path], allow_others: bool = False) -> list[str]:
     """Sentences, one a difference. ``allow_others`` passes exports that do not begin with ``coli_``."""
     names, exports, headers = listed(symbol_file), exported(library), list(headers)
-    found = [f"{library.name} does not export {name}, which {symbol_file.name} lists" for name in sorted(names - exports)]
+    found = [
+        f"{library.name} does not export {name}, which {symbol_file.name} lists" for name in sorted(names - exports)
+    ]
     for name in sorted(exports - names):
         if name.startswith("coli_") or not allow_others:
             found.append(f"{library.name} exports {name}, which {symbol_file.name} does not list")
     if headers:
         in_headers, where = set(declared(headers)), ", ".join(header.name for header in headers)
-        found += [f"{where} declares {name}, which {symbol_file.name} does not list" for name in sorted(in_headers - names)]
-        found += [f"{symbol_file.name} lists {name}, which {where} does not declare" for name in sorted(names - in_headers)]
+        found += [
+            f"{where} declares {name}, which {symbol_file.name} does not list" for name in sorted(in_headers - names)
+        ]
+        found += [
+            f"{symbol_file.name} lists {name}, which {where} does not declare" for name in sorted(names - in_headers)
+        ]
     return found
 
 

@@ -1,7 +1,7 @@
 """Find an nvcc that can build this project and print four lines: nvcc, its version, its include folder, its library folder.
 
-Looked at in this order: $NVCC; the CUDA wheels that this interpreter sees (pip's cuda-toolkit[nvcc,cccl]); $CUDA_HOME and
-$CUDA_PATH; PATH; /usr/local/cuda. Exit code 1 with one line per candidate on stderr when none will do.
+$NVCC is taken alone where it is set. Otherwise, in this order: the CUDA wheels that this interpreter sees (pip's
+cuda-toolkit[nvcc,cccl]); $CUDA_HOME and $CUDA_PATH; PATH; /usr/local/cuda. Exit code 1 with one line per candidate on stderr when none will do.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ EXECUTABLE = "nvcc.exe" if os.name == "nt" else "nvcc"
 def candidates() -> Iterator[Path]:
     if "NVCC" in os.environ:
         yield Path(os.environ["NVCC"])
+        return
     namespace = importlib.util.find_spec("nvidia")
     for root in (namespace.submodule_search_locations or []) if namespace else []:
         yield from sorted(Path(root).glob(f"cu*/bin/{EXECUTABLE}"), reverse=True)

@@ -51,14 +51,19 @@ static void library_path_of(const void *address, char path[PATH_BYTES]) {
 
 #else
 #include <dlfcn.h>
+#include <unistd.h>
 
 static const char *const library_names[] = {"libcoli_cuda.so." TEXT(COLI_CUDA_ABI_MAJOR), "libcoli_cuda.so"};
 #define DIRECTORY_ENDS "/"
 
 static void *library_open(const char *path, char *reason, size_t reason_size) {
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (!library) snprintf(reason, reason_size, "%s", dlerror());
-    return library;
+    if (library) return library;
+    if (strchr(path, '/') && access(path, F_OK) != 0)
+        snprintf(reason, reason_size, "%s: no such file", path);
+    else
+        snprintf(reason, reason_size, "%s", dlerror());
+    return NULL;
 }
 
 static void *library_symbol(void *library, const char *name) {
@@ -138,7 +143,7 @@ typedef struct text {
     size_t length;
 } text;
 
-static void append(text *t, const char *format, ...) {
+COLI_PRINTF(2, 3) static void append(text *t, const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     size_t room = sizeof t->bytes - t->length;
@@ -268,7 +273,8 @@ coli_status coli_backend_open(const char *path, coli_backend **backend) {
 
     coli_status status = path ? try_file(path, backend, &tried) : search(backend, &tried);
     if (status == COLI_OK || status == COLI_E_MEMORY) return status;
-    RETURN_ERROR(status, "no usable GPU library%s: %s", from_environment ? " at COLI_CUDA_LIB" : "", tried.bytes);
+    RETURN_ERROR(status, "no usable GPU library%s: %s%s", from_environment ? " at COLI_CUDA_LIB" : "", tried.bytes,
+                 path ? "" : "; COLI_CUDA_LIB can name one");
 }
 
 void coli_backend_close(coli_backend *backend) {
@@ -285,4 +291,29 @@ const char *coli_backend_path(const coli_backend *backend) {
 
 void *coli_backend_symbol(const coli_backend *backend, const char *name) {
     return backend && name ? library_symbol(backend->library, name) : NULL;
+}
+
+/*------   Devices   ------*/
+
+/* Ordinals 0 ... count - 1 of the visible devices; 0 when the library cannot tell. */
+static int visible_devices(const coli_backend *backend, int devices[COLI_CUDA_MAX_DEVICES]) {
+    int count = backend->call.available_device_count ? backend->call.available_device_count() : 1;
+    if (count > COLI_CUDA_MAX_DEVICES) count = COLI_CUDA_MAX_DEVICES;
+    for (int i = 0; i < count; i++) devices[i] = i;
+    return count;
+}
+
+coli_status coli_backend_init(coli_backend *backend, const int *devices, int count) {
+    RETURN_ERROR_IF(!backend, COLI_E_ARGUMENT, "coli_backend_init needs a backend, got NULL");
+    const char *lacks = coli_backend_why_not(backend, "devices");
+    RETURN_ERROR_IF(lacks, COLI_E_NOT_PROVIDED, "%s", lacks);
+    int visible[COLI_CUDA_MAX_DEVICES];
+    if (!devices) {
+        count = visible_devices(backend, visible);
+        devices = visible;
+    }
+    if (count > 0 && backend->call.init(devices, count)) return COLI_OK;
+    RETURN_ERROR(COLI_E_NO_DEVICE, "%s: %s", backend->path,
+                 backend->call.last_error ? backend->call.last_error()
+                                          : "coli_cuda_init returned 0 (this library does not say why)");
 }

@@ -8,6 +8,8 @@
 /* The entry points that libcoli itself calls, without their prefix coli_cuda_. */
 #define COLI_BACKEND_CALLS(X)                                                                                              \
     X(abi_version)                                                                                                         \
+    X(init)                                                                                                                \
+    X(available_device_count)                                                                                              \
     X(device_count)                                                                                                        \
     X(device_at)                                                                                                           \
     X(e8_set_grid)                                                                                                         \

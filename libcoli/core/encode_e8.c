@@ -10,8 +10,8 @@
 
 #define LANES_A_WORD (COLI_E8_SUBBLOCK / COLI_LANE)
 
-/* The double nearest to nothing in between: fp16 bits of a positive number, rounded once. A plain conversion to float32
- * first would round twice; keeping its lowest bit set when something was cut off leaves the decision to the second. */
+/* fp16 bits of a positive number, to the nearest even, rounded once. Converting to the nearest float32 first would round
+ * twice; instead the float32 is cut off, with its lowest bit set as a mark that something was, which decides ties. */
 static uint32_t double_to_f16(double value) {
     float nearest = (float)value;
     uint32_t bits = coli_f32_to_bits(nearest);

@@ -16,6 +16,8 @@ static const coli_kernels *const built[] = {
 };
 enum { BUILT = sizeof built / sizeof *built };
 
+#define NOT_RUNNABLE "this build has " COLI_KERNELS_BUILT ", and the processor must run them too"
+
 static _Atomic(const coli_kernels *) current;
 
 static int processor_runs(const coli_kernels *kernels) {
@@ -31,22 +33,20 @@ static int processor_runs(const coli_kernels *kernels) {
     return kernels == &coli_kernels_scalar;
 }
 
-static coli_status find(const char *name, const coli_kernels **found) {
+/* NULL where the build or the processor lacks them. */
+static const coli_kernels *find(const char *name) {
     for (int i = 0; i < BUILT; i++) {
-        if (strcmp(built[i]->name, name) != 0) continue;
-        RETURN_ERROR_IF(!processor_runs(built[i]), COLI_E_NOT_PROVIDED, "this processor does not run the %s kernels", name);
-        *found = built[i];
-        return COLI_OK;
+        if (strcmp(built[i]->name, name) == 0 && processor_runs(built[i])) return built[i];
     }
-    RETURN_ERROR(COLI_E_NOT_PROVIDED, "no kernels named \"%s\" in this build, which has: " COLI_KERNELS_BUILT, name);
+    return NULL;
 }
 
 static const coli_kernels *default_kernels(void) {
     const char *wanted = getenv("COLI_ISA");
-    const coli_kernels *kernels;
     if (wanted && *wanted) {
-        if (find(wanted, &kernels) == COLI_OK) return kernels;
-        coli_log(1, "COLI_ISA=%s is ignored: %s", wanted, coli_last_error());
+        const coli_kernels *kernels = find(wanted);
+        if (kernels) return kernels;
+        coli_log(1, "COLI_ISA=%s is ignored: " NOT_RUNNABLE, wanted);
     }
     for (int i = 0; i < BUILT; i++) {
         if (processor_runs(built[i])) return built[i];
@@ -68,8 +68,8 @@ const char *coli_isa(void) {
 }
 
 coli_status coli_set_isa(const char *name) {
-    const coli_kernels *kernels = NULL;
-    if (name) FORWARD_ERROR(find(name, &kernels));
+    const coli_kernels *kernels = name ? find(name) : NULL;
+    RETURN_ERROR_IF(name && !kernels, COLI_E_NOT_PROVIDED, "kernels \"%s\": " NOT_RUNNABLE, name);
     atomic_store(&current, kernels);
     return COLI_OK;
 }

@@ -5,8 +5,6 @@
 #include "decode_row.h"
 #include "kernels.h"
 
-#define SIMD _Pragma("omp simd")
-
 /* Fused where the processor does it in one instruction. Written out, because the compiler must not fuse anything else: the
  * encoder's comparisons have to come out the same for every instruction set. */
 #ifdef __FMA__
@@ -22,7 +20,8 @@ static float dot(const float *restrict w, const float *restrict x, int columns) 
     float sums[PARTIAL_SUMS] = {0};
     int whole = columns - columns % PARTIAL_SUMS;
     for (int i = 0; i < whole; i += PARTIAL_SUMS) {
-        SIMD for (int j = 0; j < PARTIAL_SUMS; j++) sums[j] = MULTIPLY_ADD(w[i + j], x[i + j], sums[j]);
+#pragma omp simd
+        for (int j = 0; j < PARTIAL_SUMS; j++) sums[j] = MULTIPLY_ADD(w[i + j], x[i + j], sums[j]);
     }
     for (int j = 0; j < columns - whole; j++) sums[j] = MULTIPLY_ADD(w[whole + j], x[whole + j], sums[j]);
     for (int half = PARTIAL_SUMS / 2; half > 0; half /= 2) {
@@ -37,7 +36,8 @@ static void dot_rows(const float *w, const float *x, size_t S, int columns, floa
 
 static void flip_signs(float *x, int n, const uint8_t *signs) {
     for (int i = 0; i < n; i += 8) {
-        SIMD for (int j = 0; j < 8; j++) {
+#pragma omp simd
+        for (int j = 0; j < 8; j++) {
             uint32_t flip = (uint32_t)(signs[i / 8] >> j & 1) << 31;
             x[i + j] = coli_bits_to_f32(coli_f32_to_bits(x[i + j]) ^ flip);
         }
@@ -48,19 +48,22 @@ static void hadamard(float *x, int n, float scale) {
     for (int stride = 1; stride < n; stride *= 2) {
         for (int i = 0; i < n; i += 2 * stride) {
             float *u = x + i, *v = x + i + stride;
-            SIMD for (int j = 0; j < stride; j++) {
+#pragma omp simd
+            for (int j = 0; j < stride; j++) {
                 float sum = u[j] + v[j], difference = u[j] - v[j];
                 u[j] = sum;
                 v[j] = difference;
             }
         }
     }
-    SIMD for (int i = 0; i < n; i++) x[i] *= scale;
+#pragma omp simd
+    for (int i = 0; i < n; i++) x[i] *= scale;
 }
 
 /* products[e] = 2 m g_e for the entries g_e */
 static void e8_products(const coli_e8_search *search, const float m[4], double products[256]) {
-    SIMD for (int e = 0; e < 256; e++) {
+#pragma omp simd
+    for (int e = 0; e < 256; e++) {
         products[e] = 2.0 * (m[0] * search->weights[0][e] + m[1] * search->weights[1][e] + m[2] * search->weights[2][e] +
                              m[3] * search->weights[3][e]);
     }
@@ -69,19 +72,19 @@ static void e8_products(const coli_e8_search *search, const float m[4], double p
 /* First entry with the smallest scale |g_e|^2 - products[e], which goes to *smallest. */
 static int e8_nearest(const coli_e8_search *search, const double products[256], double scale, double *smallest) {
     double scores[256], low = HUGE_VAL;
-    int64_t nearest = 256;
+    int nearest = 256;
 #pragma omp simd reduction(min : low)
     for (int e = 0; e < 256; e++) {
         scores[e] = scale * search->lengths[e] - products[e];
         low = scores[e] < low ? scores[e] : low;
     }
 #pragma omp simd reduction(min : nearest)
-    for (int64_t e = 0; e < 256; e++) {
-        int64_t candidate = scores[e] == low ? e : 256;
+    for (int e = 0; e < 256; e++) {
+        int candidate = scores[e] == low ? e : 256;
         nearest = candidate < nearest ? candidate : nearest;
     }
     *smallest = low;
-    return (int)nearest;
+    return nearest;
 }
 
 static int e8_fit(const coli_e8_search *search, const float magnitudes[32], float d, uint8_t indices[8]) {

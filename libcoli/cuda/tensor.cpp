@@ -166,9 +166,14 @@ bool tensor_read(const ColiCudaTensor &tensor, void *weights, void *scales) {
     return succeeded(cudaStreamSynchronize(tensor.context->stream), "downloading a matrix [%d, %d]", tensor.O, tensor.I);
 }
 
-bool tensor_readable(const ColiCudaTensor *tensor, const char *role) {
+bool tensor_alive(const ColiCudaTensor *tensor, const char *role) {
     COLI_REFUSE_IF(!tensor, COLI_E_ARGUMENT, "%s is NULL, expected a tensor", role);
     COLI_REFUSE_IF(!tensor->context, COLI_E_STATE, "%s belongs to a device that coli_cuda_shutdown released", role);
+    return true;
+}
+
+bool tensor_readable(const ColiCudaTensor *tensor, const char *role) {
+    COLI_FORWARD(tensor_alive(tensor, role));
     COLI_REFUSE_IF(!tensor->valid, COLI_E_STATE, "%s lost its contents in an update that failed; update it again", role);
     return true;
 }

@@ -32,10 +32,11 @@ void tensor_orphan(ColiCudaTensor &tensor);
 bool tensor_write(ColiCudaTensor &tensor, const void *weights, const void *scales);
 bool tensor_read(const ColiCudaTensor &tensor, void *weights, void *scales);
 
-/* False, with an error naming `role` ("gate", "weights", ...), for a tensor that cannot take part in a call. */
-bool tensor_usable(const ColiCudaTensor *tensor, const char *role);
-/* The same for calls that touch its bytes alone. */
+/* False, with an error naming `role` ("gate", "the matrix", ...), unless the tensor is there and its device configured; has
+ * its contents too; can take part in a product too. */
+bool tensor_alive(const ColiCudaTensor *tensor, const char *role);
 bool tensor_readable(const ColiCudaTensor *tensor, const char *role);
+bool tensor_usable(const ColiCudaTensor *tensor, const char *role);
 
 /* Device memory that the CUDA allocator takes for an allocation: slices of 512 bytes out of blocks of 2 MiB, whole blocks
  * from 1 MiB on. */

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ..errors import ColiError, DeviceError
+from ..errors import ColiError, DeviceError, OutOfMemoryError
 from . import doctor, run
 from .report import BAD_INPUT, WRONG_RESULT
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ColiError, OSError) as error:
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
         print(f"pycoli {options.command}: {text}", file=sys.stderr)
-        return WRONG_RESULT if isinstance(error, DeviceError) else BAD_INPUT
+        return WRONG_RESULT if isinstance(error, (DeviceError, OutOfMemoryError)) else BAD_INPUT
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ import pycoli
 from .. import cpu
 from .._lib import lib
 from ..errors import ColiError
-from .report import RIGHT, write_report
+from .report import RIGHT, sections, write_report
 
 PACKAGES = ("numpy", "cffi", "ml_dtypes", "safetensors", "tqdm")
 
@@ -149,7 +149,7 @@ def _as_text(report: dict) -> str:
     system, processor, gpu = report["system"], report["processor"], report["libcoli_cuda"]
     packages = ", ".join(f"{name} {version or 'missing'}" for name, version in system["packages"].items())
     environment = ", ".join(f"{name}={value}" for name, value in system["environment"].items())
-    sections = [
+    entries = [
         ("pycoli", [f"{report['pycoli']['version']}, {report['pycoli']['path']}"]),
         ("system", [f"{system['os']}, {system['platform']}", f"{system['python']}, {packages}"]),
         ("environment", [environment or "none of " + ", ".join(ENVIRONMENT)]),
@@ -168,9 +168,7 @@ def _as_text(report: dict) -> str:
         ("features", _feature_lines(report["features"])),
         ("devices", _device_lines(report)),
     ]
-    return "\n".join(
-        f"{title if first else '':14}{line}" for title, lines in sections for first, line in _with_first(lines)
-    )
+    return sections(entries)
 
 
 def _library_lines(gpu: dict) -> list[str]:
@@ -182,8 +180,8 @@ def _library_lines(gpu: dict) -> list[str]:
 def _entry_point_lines(entry_points: dict[str, bool]) -> list[str]:
     missing = [name for name, resolved in entry_points.items() if not resolved]
     lines = [f"{len(entry_points) - len(missing)} of {len(entry_points)} resolved"]
-    if len(missing) < len(entry_points):
-        lines += [f"missing: {name}" for name in missing]
+    if 0 < len(missing) < len(entry_points):
+        lines.append(f"missing: {', '.join(missing)}")
     return lines
 
 
@@ -199,8 +197,6 @@ def _device_lines(report: dict) -> list[str]:
         else:
             free, total = (device[key] / 2**30 for key in ("free_bytes", "total_bytes"))
             lines.append(f"{device['name']}: {free:.1f} of {total:.1f} GiB free")
-    return lines or [f"no GPU is used: {report['why_no_device']}"]
-
-
-def _with_first(lines: list[str]) -> list[tuple[bool, str]]:
-    return [(number == 0, line) for number, line in enumerate(lines)]
+    loaded = report["libcoli_cuda"]["path"] is not None
+    reason = report["why_no_device"] if loaded else "no GPU library is loaded"
+    return lines or [f"no GPU is used: {reason}"]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 RIGHT, WRONG_RESULT, BAD_INPUT = 0, 1, 2
 """Exit codes."""
+
+WIDTH = 100
+"""Columns that text is wrapped to."""
 
 
 def write_report(report: dict, text: str, json_file: str | None) -> None:
@@ -16,6 +20,21 @@ def write_report(report: dict, text: str, json_file: str | None) -> None:
     print(encoded if json_file == "-" else text)
     if json_file not in (None, "-"):
         Path(json_file).write_text(encoded + "\n")
+
+
+def sections(entries: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Titles to the left, the lines of each to the right of it; long lines are wrapped."""
+    indent = 2 + max(len(title) for title, _ in entries)
+    text = []
+    for title, lines in entries:
+        wrapped = [part for line in lines for part in _wrap(line, WIDTH - indent)]
+        text += [f"{title if number == 0 else '':{indent}}{part}" for number, part in enumerate(wrapped)]
+    return "\n".join(text)
+
+
+def _wrap(line: str, width: int) -> list[str]:
+    """Continuation lines are indented; words such as paths stay whole."""
+    return textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -8,10 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.resources
 import re
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,26 +16,13 @@ from tqdm import tqdm
 
 import pycoli
 
-from ..checkpoint import Checkpoint, ExpertWeights, recorded_input_name
-from ..errors import ArgumentError, ColiError, NotFiniteError
+from ..checkpoint import Checkpoint, number_ranges, recorded_input_name
+from ..errors import ArgumentError, ColiError
 from ..tensorfile import CheckpointError, TensorFile
-from .report import RIGHT, WRONG_RESULT, table, write_report
-
-ROWS_PER_CALL = 16
-"""Rows given to an expert at once; up to this number every device keeps `ERROR_LIMIT`."""
-
-ERROR_LIMIT = 3e-6
-"""Relative RMS error against float64 of the decoded weights above which a result is wrong."""
-
-UNRELATED = 1.0
-"""Relative RMS error against the original weights at which outputs are no better than zeros: the encoding is wrong.
-Formats below 3 bits a weight come near it and are not judged by it."""
+from .measure import ERROR_LIMIT, ROWS_PER_CALL, Measurement, measure
+from .report import RIGHT, WRONG_RESULT, sections, table, write_report
 
 DEFAULT_TOKENS = 64
-
-TIMING_SECONDS = 0.1
-TIMING_CALLS = 30
-"""Calls are repeated for the median until either is reached."""
 
 
 @dataclass(frozen=True)
@@ -50,69 +34,11 @@ class Activations:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Devices to run on, the chosen one first, and why that one."""
+class Devices:
+    """Names of the devices to run on, the chosen one first, and why that one."""
 
-    devices: tuple[str, ...]
+    names: tuple[str, ...]
     reason: str
-
-
-@dataclass
-class RelativeError:
-    """Relative RMS error, accumulated over several results."""
-
-    error: float = 0.0
-    reference: float = 0.0
-
-    def add(self, result: np.ndarray, reference: np.ndarray) -> None:
-        self.error += float(np.sum((result - reference) ** 2))
-        self.reference += float(np.sum(reference**2))
-
-    @property
-    def value(self) -> float:
-        if self.error == 0:
-            return 0.0
-        return float(np.sqrt(self.error / self.reference)) if self.reference > 0 else float("inf")
-
-
-@dataclass
-class Measurement:
-    """What was measured of one expert, or of several together."""
-
-    label: str
-    nbytes: int = 0
-    weights: int = 0
-    against_original: RelativeError = field(default_factory=RelativeError)
-    against_decoded: dict[str, RelativeError] = field(default_factory=dict)  # by device
-    seconds: dict[str, float] = field(default_factory=dict)  # a call, by device
-
-    @property
-    def bits_per_weight(self) -> float:
-        return 8 * self.nbytes / self.weights
-
-    def wrong(self) -> list[str]:
-        """What is wrong about the results, in words; empty when all is right."""
-        reasons = [
-            f"expert {self.label} on {device}: error {error.value:.2e}, above the limit of {ERROR_LIMIT:.0e}"
-            for device, error in self.against_decoded.items()
-            if not error.value <= ERROR_LIMIT
-        ]
-        if self.bits_per_weight >= 3 and not self.against_original.value < UNRELATED:
-            reasons.append(
-                f"expert {self.label}: {self.against_original.value:.2f} off the original, no better than zeros"
-            )
-        return reasons
-
-    def add(self, other: Measurement) -> None:
-        self.nbytes += other.nbytes
-        self.weights += other.weights
-        self.against_original.error += other.against_original.error
-        self.against_original.reference += other.against_original.reference
-        for device, error in other.against_decoded.items():
-            total = self.against_decoded.setdefault(device, RelativeError())
-            total.error += error.error
-            total.reference += error.reference
-            self.seconds[device] = self.seconds.get(device, 0.0) + other.seconds[device]
 
 
 def command(options: argparse.Namespace) -> int:
@@ -129,7 +55,7 @@ def _run(options: argparse.Namespace, checkpoint: Checkpoint, name: str) -> int:
         raise CheckpointError(f"{name}: expected experts with the activation silu, got {checkpoint.activation}")
     layer = checkpoint.moe_layers()[0] if options.layer is None else options.layer
     experts = parse_experts(options.experts, checkpoint.expert_count(layer))
-    placement = place(options.format, options.device)
+    devices = choose_devices(options.format, options.device)
     activations = load_activations(options, checkpoint, layer, checkpoint.expert(layer, experts[0]).gate.shape[1])
 
     measurements = []
@@ -137,10 +63,11 @@ def _run(options: argparse.Namespace, checkpoint: Checkpoint, name: str) -> int:
     with tqdm(total=3 * len(experts), desc=f"encode {options.format}", unit="matrix", disable=None, leave=False) as bar:
         for number in experts:
             original = checkpoint.expert(layer, number)
-            measurements.append(measure(str(number), original, options.format, activations.rows, placement, bar.update))
-    total = Measurement("total")
+            rows = activations.rows
+            measurements.append(measure(str(number), original, options.format, rows, devices.names, bar.update))
+    total = Measurement("total", options.format)
     for measurement in measurements:
-        total.add(measurement)
+        total.merge(measurement)
 
     inner, hidden = original.gate.shape
     wrong = [reason for measurement in measurements for reason in measurement.wrong()]
@@ -154,15 +81,15 @@ def _run(options: argparse.Namespace, checkpoint: Checkpoint, name: str) -> int:
         "activations": activations.source,
         "rows": len(activations.rows),
         "rows_per_call": min(ROWS_PER_CALL, len(activations.rows)),
-        "device": placement.devices[0],
-        "why": placement.reason,
+        "device": devices.names[0],
+        "why": devices.reason,
         "error_limit": ERROR_LIMIT,
         "experts": [_as_json(measurement) for measurement in measurements],
         "total": _as_json(total),
         "right": not wrong,
         "wrong": wrong,
     }
-    write_report(report, _as_text(report, name, measurements, total, placement), options.json)
+    write_report(report, _as_text(report, name, measurements, total, devices), options.json)
     return WRONG_RESULT if wrong else RIGHT
 
 
@@ -182,7 +109,7 @@ def parse_experts(text: str, count: int) -> list[int]:
     return sorted(chosen)
 
 
-def place(fmt: str, wanted: str) -> Placement:
+def choose_devices(fmt: str, wanted: str) -> Devices:
     """Where matrices of a format run: ``wanted`` is auto, cpu or cuda:N.
 
     Raises
@@ -194,16 +121,14 @@ def place(fmt: str, wanted: str) -> Placement:
         raise ArgumentError(f"--device: expected auto, cpu or cuda:N, got {wanted!r}")
     probe = pycoli.encode(np.zeros((1, 1), np.float32), fmt)
     if wanted == "cpu":
-        return Placement(("cpu",), "as asked")
+        return Devices(("cpu",), "as asked")
     try:
         device, reason = pycoli.explain(probe, None if wanted == "auto" else wanted)
     except ColiError as error:
         raise ArgumentError(f"--device {wanted}: {error}") from error
     if device == "cpu":
-        if wanted != "auto":
-            raise ArgumentError(f"--device {wanted}: {reason}")
-        return Placement(("cpu",), reason)
-    return Placement((device, "cpu"), reason)
+        return Devices(("cpu",), reason)
+    return Devices((device, "cpu"), "the best for this format" if wanted == "auto" else "as asked")
 
 
 def load_activations(options: argparse.Namespace, checkpoint: Checkpoint, layer: int, hidden: int) -> Activations:
@@ -263,57 +188,6 @@ def _only_input(file: TensorFile, layer: int, hidden: int) -> str:
     return fitting[0]
 
 
-def measure(
-    label: str,
-    original: ExpertWeights,
-    fmt: str,
-    rows: np.ndarray,
-    placement: Placement,
-    encoded_one: Callable[[], object],
-) -> Measurement:
-    """Encodes one expert and runs it on every device; `encoded_one` is called after each of its three matrices."""
-    encoded = []
-    for name in ("gate", "up", "down"):
-        try:
-            encoded.append(pycoli.encode(getattr(original, name), fmt))
-        except NotFiniteError as error:
-            raise CheckpointError(f"expert {label}, {name} matrix: {error}") from error
-        encoded_one()
-    result = Measurement(label, sum(w.nbytes for w in encoded), sum(w.shape[0] * w.shape[1] for w in encoded))
-    from_decoded = expert_float64(*(w.decode() for w in encoded), rows)
-    from_original = expert_float64(original.gate, original.up, original.down, rows)
-    for device in placement.devices:
-        outputs, result.seconds[device] = run_expert(encoded, rows, device)
-        result.against_decoded[device] = RelativeError()
-        result.against_decoded[device].add(outputs, from_decoded)
-        if device == placement.devices[0]:
-            result.against_original.add(outputs, from_original)
-    return result
-
-
-def run_expert(encoded: list[pycoli.Weights], rows: np.ndarray, device: str) -> tuple[np.ndarray, float]:
-    """Outputs of an expert for all rows, and the median time of a call in seconds, copies of the rows included."""
-    with pycoli.Expert(*encoded, device=device) as expert:
-        outputs = np.concatenate(
-            [expert(rows[first : first + ROWS_PER_CALL]) for first in range(0, len(rows), ROWS_PER_CALL)]
-        )
-        times: list[float] = []
-        while len(times) < TIMING_CALLS and sum(times) < TIMING_SECONDS:
-            start = time.perf_counter()
-            expert(rows[:ROWS_PER_CALL])
-            times.append(time.perf_counter() - start)
-    return outputs, statistics.median(times)
-
-
-def expert_float64(gate: np.ndarray, up: np.ndarray, down: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """``down(silu(gate x) * (up x))`` in float64."""
-    x = rows.astype(np.float64)
-    gated = x @ gate.T.astype(np.float64)
-    with np.errstate(over="ignore"):  # exp(-gated) may be infinite; the quotient is 0 then
-        hidden = gated / (1 + np.exp(-gated)) * (x @ up.T.astype(np.float64))
-    return hidden @ down.T.astype(np.float64)
-
-
 def _as_json(measurement: Measurement) -> dict:
     return {
         "expert": int(measurement.label) if measurement.label.isdigit() else measurement.label,
@@ -330,18 +204,18 @@ def _finite(value: float) -> float | None:
     return value if np.isfinite(value) else None
 
 
-def _as_text(report: dict, name: str, measurements: list[Measurement], total: Measurement, placement: Placement) -> str:
+def _as_text(report: dict, name: str, measurements: list[Measurement], total: Measurement, devices: Devices) -> str:
     header = ["expert", "bytes", "bits/weight"]
-    header += [f"error {device}" for device in placement.devices] + ["vs original"]
-    header += [f"time {device}" for device in placement.devices]
+    header += [f"error {device}" for device in devices.names] + ["vs original"]
+    header += [f"time {device}" for device in devices.names]
     lines = [
         [
             m.label,
             f"{m.nbytes:,}",
             f"{m.bits_per_weight:.4f}",
-            *(f"{m.against_decoded[device].value:.2e}" for device in placement.devices),
+            *(f"{m.against_decoded[device].value:.2e}" for device in devices.names),
             f"{m.against_original.value:.4f}",
-            *(_duration(m.seconds[device]) for device in placement.devices),
+            *(_duration(m.seconds[device]) for device in devices.names),
         ]
         for m in [*measurements, total]
     ]
@@ -349,24 +223,27 @@ def _as_text(report: dict, name: str, measurements: list[Measurement], total: Me
     verdict = [f"right: the largest error is {worst:.2e}, the limit {ERROR_LIMIT:.0e}"]
     if not report["right"]:
         verdict = [f"WRONG: {reason}" for reason in report["wrong"]]
-    return "\n".join(
-        [
-            f"experts      layer {report['layer']} of {name} ({report['model_type']}), {len(measurements)} experts of "
-            f"{report['hidden_size']} -> {report['intermediate_size']} -> {report['hidden_size']}, format "
-            f"{report['format']}",
-            f"activations  {report['rows']} rows: {report['activations']}",
-            f"device       {placement.devices[0]}: {placement.reason}",
-            "",
-            table(header, lines),
-            "",
-            f"error: relative RMS against float64 of the decoded weights, in calls of {report['rows_per_call']} rows",
-            f"vs original: the same on {placement.devices[0]} against float64 of the checkpoint's weights: the loss of "
-            "the format",
-            f"time: median of a call of {report['rows_per_call']} rows; the total is the sum over the experts",
-            "",
-            *verdict,
-        ]
-    )
+    facts = [
+        (
+            "experts",
+            [
+                f"layer {report['layer']} of {name} ({report['model_type']}), experts "
+                f"{number_ranges([int(m.label) for m in measurements])}, each {report['hidden_size']} -> "
+                f"{report['intermediate_size']} -> {report['hidden_size']}, format {report['format']}"
+            ],
+        ),
+        ("activations", [f"{report['rows']} rows: {report['activations']}"]),
+        ("device", [f"{devices.names[0]}: {devices.reason}"]),
+    ]
+    meanings = [
+        (
+            "error",
+            [f"relative RMS against float64 of the decoded weights, in calls of {report['rows_per_call']} rows"],
+        ),
+        ("vs original", [f"the same on {devices.names[0]} against the checkpoint's weights: the loss of the format"]),
+        ("time", [f"median of a call of {report['rows_per_call']} rows; the total is the sum over the experts"]),
+    ]
+    return "\n\n".join([sections(facts), table(header, lines), sections(meanings), "\n".join(verdict)])
 
 
 def _duration(seconds: float) -> str:

@@ -1,6 +1,6 @@
 """Write the list that t_symbols.c includes: one line SYMBOL(name) for each function that the headers declare.
 
-    make_symbols.py HEADER... OUTPUT
+make_symbols.py HEADER... OUTPUT
 """
 
 import sys

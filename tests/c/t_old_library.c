@@ -1,7 +1,7 @@
 /* t_old_library.c - the loader on GPU libraries as they may be found: one from before E8, one of a later ABI, a file that
  * is none, no file. What an old library can do runs there; the rest runs on the CPU and says why.
  *
- *     t_old_library FOLDER      the folder that holds stub_old.so, stub_future.so and stub_empty.so */
+ *     t_old_library FOLDER      the folder of stub_old.so, stub_old_e8.so, stub_future.so and stub_empty.so */
 #define _GNU_SOURCE /* setenv */
 
 #include <pthread.h>
@@ -15,6 +15,11 @@
 
 enum { O = 6, I = 96, S = 3 };
 
+/* Calls of a GPU library that the tests make themselves. */
+typedef int (*start)(const int *devices, int count);
+typedef void (*stop)(void);
+typedef void (*count_tensors)(int device, size_t *tensors, size_t *bytes);
+
 static const char *folder;
 
 static const char *stub(const char *name) {
@@ -23,9 +28,9 @@ static const char *stub(const char *name) {
     return path;
 }
 
-static coli_backend *open_old(void) {
+static coli_backend *open_stub(const char *name) {
     coli_backend *backend = NULL;
-    if (coli_backend_open(stub("stub_old"), &backend) == COLI_OK) return backend;
+    if (coli_backend_open(stub(name), &backend) == COLI_OK) return backend;
     fprintf(stderr, "%s\n", coli_last_error());
     exit(EXIT_FAILURE);
 }
@@ -70,7 +75,7 @@ static void search(void) {
 }
 
 static void sharing(void) {
-    coli_backend *one = open_old(), *two = open_old();
+    coli_backend *one = open_stub("stub_old"), *two = open_stub("stub_old");
     CHECK(one != two, "two opens gave one handle");
     void *init = coli_backend_symbol(one, "coli_cuda_init");
     CHECK(init && init == coli_backend_symbol(two, "coli_cuda_init"), "two handles, two libraries");
@@ -83,7 +88,7 @@ static void sharing(void) {
 }
 
 static void *open_and_close(void *unused) {
-    for (int i = 0; i < 20; i++) coli_backend_close(open_old());
+    for (int i = 0; i < 20; i++) coli_backend_close(open_stub("stub_old"));
     return unused;
 }
 
@@ -261,6 +266,47 @@ static void experts(coli_backend *backend) {
     release_matrix(&with_e8[2]);
 }
 
+/*------   The first libraries with E8   ------*/
+
+/* An expert of `hidden` hidden columns with an E8 down matrix: the CPU computes it, for a reason that says `why`. */
+static void check_down(coli_backend *backend, int hidden, int flags, const char *why) {
+    coli_matrix m[3] = {random_matrix("int8", hidden, I, 0, 1), random_matrix("int8", hidden, I, 0, 2),
+                        random_matrix("e8", I, hidden, flags, 3)};
+    coli_placed *placed[3] = {NULL};
+    for (int i = 0; i < 3; i++) {
+        CHECK_OK(coli_place(backend, 0, &m[i], &placed[i]));
+        CHECK(coli_placed_device(placed[i]) == 0, "%s", coli_placed_why_cpu(placed[i]));
+    }
+    check_expert(placed[0], placed[1], placed[2], m, why);
+    for (int i = 0; i < 3; i++) {
+        coli_placed_free(placed[i]);
+        release_matrix(&m[i]);
+    }
+}
+
+/* They forget the codebook with coli_cuda_shutdown and compute with zeros until it is published. */
+static void first_e8(void) {
+    coli_backend *backend = open_stub("stub_old_e8");
+    start init = (start)coli_backend_symbol(backend, "coli_cuda_init");
+    stop shut_down = (stop)coli_backend_symbol(backend, "coli_cuda_shutdown");
+    coli_matrix rotated = random_matrix("e8", O, I, 0, 1), unrotated = random_matrix("e8", O, I, COLI_UNROTATED, 2);
+    for (int round = 0; round < 2; round++) {
+        CHECK(init((const int[]){0}, 1) == 1, "the stub did not start");
+        check_placement(backend, 0, &rotated, NULL);
+        check_placement(backend, 0, &unrotated, NULL);
+        shut_down();
+    }
+    CHECK(init((const int[]){0}, 1) == 1, "the stub did not start");
+    check_down(backend, I, 0, "coli_cuda_expert_mlp returned 0"); /* the GPU is asked */
+    check_down(backend, I, COLI_UNROTATED, "unrotated e8");
+    check_down(backend, 8192, 0, "rotation blocks above 4096");
+    check_down(backend, 4096, 0, "coli_cuda_expert_mlp returned 0");
+    shut_down();
+    coli_backend_close(backend);
+    release_matrix(&rotated);
+    release_matrix(&unrotated);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) {
         fprintf(stderr, "usage: %s FOLDER\n", argv[0]);
@@ -272,11 +318,10 @@ int main(int argc, char **argv) {
     sharing();
     many_threads();
 
-    coli_backend *backend = open_old();
+    coli_backend *backend = open_stub("stub_old");
     features(backend);
-    int (*init)(const int *, int) = (int (*)(const int *, int))coli_backend_symbol(backend, "coli_cuda_init");
-    void (*stats)(int, size_t *, size_t *) =
-        (void (*)(int, size_t *, size_t *))coli_backend_symbol(backend, "coli_cuda_stats");
+    start init = (start)coli_backend_symbol(backend, "coli_cuda_init");
+    count_tensors stats = (count_tensors)coli_backend_symbol(backend, "coli_cuda_stats");
     CHECK(init((const int[]){0, 3}, 2) == 1, "the stub did not start");
     placements(backend);
     fallback(backend);
@@ -285,5 +330,6 @@ int main(int argc, char **argv) {
     stats(-1, &tensors, NULL);
     CHECK(tensors == 0, "%zu tensors are left", tensors);
     coli_backend_close(backend);
+    first_e8();
     return finish("t_old_library");
 }

@@ -1,7 +1,7 @@
 """The C ABI of a GPU library as numpy functions, for tests.
 
-`Gpu` opens one library file and calls it directly. A call that returns 0 or NULL raises `Refused` with the library's own
-status and text, after checking that it wrote nothing into the result.
+`Gpu` opens one library file and calls it directly. A call that returns 0 or NULL raises `Refused` with the library's
+own status and text, after checking that it wrote nothing into the result.
 """
 
 import math
@@ -65,7 +65,8 @@ class Gpu:
         """The error that the last failing call of this thread left."""
         text = ffi.string(self.lib.coli_cuda_last_error()).decode()
         status = NAMES[int(self.lib.coli_cuda_last_status())]
-        assert text and status != "OK", "a call returned 0 and does not say why"
+        assert text, "a call returned 0 and does not say why"
+        assert status != "OK"
         return Refused(status, text)
 
     def check(self, done):
@@ -141,9 +142,7 @@ class Gpu:
         return tuple(self.upload(matrix, device) for matrix in expert)
 
     def update(self, tensor, matrix):
-        self.check(
-            self.lib.coli_cuda_tensor_update(tensor, pointer(matrix.data, "void *"), floats(matrix.scales))
-        )
+        self.check(self.lib.coli_cuda_tensor_update(tensor, pointer(matrix.data, "void *"), floats(matrix.scales)))
 
     def download(self, tensor, like):
         """(data, scales) of a tensor that was uploaded from a matrix such as `like`."""

@@ -1,10 +1,27 @@
-"""Fixtures of the GPU tests. `gpu_lib` (tests/conftest.py) names the library: the simulated one, and with `-m gpu` the real."""
+"""Fixtures of the GPU tests: the library under test, simulated or real, with no, one or two devices configured."""
 
 import shutil
 
 import pytest
 from abi import Gpu
+from real_library import real_library
 from simulator import Simulator
+
+
+def pytest_generate_tests(metafunc):
+    """Every GPU test runs against the simulated library, and where there is a GPU against the real one (`pytest -m gpu`
+    runs the latter alone)."""
+    if "gpu_lib" in metafunc.fixturenames:
+        libraries = ["simt"]
+        if real_library().path:
+            libraries.append(pytest.param("cuda", marks=pytest.mark.gpu))
+        metafunc.parametrize("gpu_lib", libraries, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def gpu_lib(request):
+    """The library under test."""
+    return request.getfixturevalue("simt_lib") if request.param == "simt" else real_library().path
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ class Simulator:
         self._fail_call = library.simt_fail_call
         self._fail_call.argtypes, self._fail_call.restype = [ctypes.c_char_p, ctypes.c_int], None
         self._call_count = library.simt_call_count
-        self._call_count.argtypes, self._call_count.restype = [ctypes.c_char_p], ctypes.c_int
+        self._call_count.argtypes, self._call_count.restype = [ctypes.c_char_p], ctypes.c_size_t
         self._live_allocations = library.simt_live_allocations
         self._live_allocations.argtypes, self._live_allocations.restype = [], ctypes.c_size_t
         self._live_bytes = library.simt_live_bytes

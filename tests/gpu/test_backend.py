@@ -4,8 +4,8 @@ import numpy as np
 import oracle
 import pytest
 from abi import NULL, STATUS, Refused, ffi, floats, pointer
+from samples import ON_GPU
 
-ON_GPU = [name for name in oracle.FORMATS if name != "int3-g64"] + ["int4-g1", "int4-g5", "int4-g16", "int4-g48"]
 SHAPES = [(1, 1), (3, 7), (5, 33), (2, 130), (130, 64), (4, 256), (3, 300), (2, 1001)]
 
 
@@ -24,7 +24,7 @@ def raw_upload(gpu, slot, matrix, *, fmt=None, shape=None, device=0, group_size=
     )
 
 
-# ---- version and errors -----------------------------------------------------------------------------------------------
+# ---- version and errors ----
 
 
 def test_version(closed_gpu):
@@ -36,7 +36,9 @@ def test_version(closed_gpu):
 
 
 def test_status_values_are_those_of_the_header(closed_gpu):
-    assert {name: int(getattr(closed_gpu.lib, f"COLI_{'' if name == 'OK' else 'E_'}{name}")) for name in STATUS} == STATUS
+    assert {
+        name: int(getattr(closed_gpu.lib, f"COLI_{'' if name == 'OK' else 'E_'}{name}")) for name in STATUS
+    } == STATUS
 
 
 def test_errors_go_to_the_log_callback(closed_gpu):
@@ -52,7 +54,8 @@ def test_errors_go_to_the_log_callback(closed_gpu):
             closed_gpu.init(4711)
     finally:
         closed_gpu.lib.coli_cuda_set_log(NULL, NULL)
-    assert any("4711" in line for line in lines) and "4711" in refused.value.text
+    assert any("4711" in line for line in lines)
+    assert "4711" in refused.value.text
 
 
 def test_nothing_is_printed(closed_gpu, capfd):
@@ -77,7 +80,7 @@ def test_names_that_are_not_provided(gpu, call):
     assert gpu.refusal().status == "NOT_PROVIDED"
 
 
-# ---- init, shutdown, devices ------------------------------------------------------------------------------------------
+# ---- init, shutdown, devices ----
 
 
 def test_before_init(closed_gpu):
@@ -99,16 +102,20 @@ def test_before_init(closed_gpu):
 def test_refused_device_lists(closed_gpu):
     lib = closed_gpu.lib
     visible = lib.coli_cuda_available_device_count()
-    assert lib.coli_cuda_init(NULL, 1) == 0 and closed_gpu.refusal().status == "ARGUMENT"
-    assert lib.coli_cuda_init([0], 0) == 0 and closed_gpu.refusal().status == "ARGUMENT"
-    assert lib.coli_cuda_init([0], -1) == 0 and "-1" in closed_gpu.refusal().text
-    assert lib.coli_cuda_init([0] * 17, 17) == 0 and "17" in closed_gpu.refusal().text
+    assert lib.coli_cuda_init(NULL, 1) == 0
+    assert closed_gpu.refusal().status == "ARGUMENT"
+    assert lib.coli_cuda_init([0], 0) == 0
+    assert closed_gpu.refusal().status == "ARGUMENT"
+    assert lib.coli_cuda_init([0], -1) == 0
+    assert "-1" in closed_gpu.refusal().text
+    assert lib.coli_cuda_init([0] * 17, 17) == 0
+    assert "17" in closed_gpu.refusal().text
     with pytest.raises(Refused, match=str(visible)) as refused:
         closed_gpu.init(0, visible)
     assert refused.value.status == "NO_DEVICE"
     with pytest.raises(Refused, match="-3"):
         closed_gpu.init(-3)
-    with pytest.raises(Refused, match="(?i)twice|duplicate|more than once"):
+    with pytest.raises(Refused, match="twice"):
         closed_gpu.init(0, 0)
     assert lib.coli_cuda_device_count() == 0, "a refused list was configured in part"
 
@@ -116,7 +123,8 @@ def test_refused_device_lists(closed_gpu):
 def test_same_list_again_does_nothing(gpu):
     tensor = gpu.upload(oracle.random_encoded(np.random.default_rng(1), "int8", (2, 2)))
     gpu.init(0)
-    assert gpu.lib.coli_cuda_tensor_device(tensor) == 0 and gpu.stats()[0] == 1
+    assert gpu.lib.coli_cuda_tensor_device(tensor) == 0
+    assert gpu.stats()[0] == 1
 
 
 def test_another_list_needs_shutdown(two_gpus):
@@ -133,10 +141,12 @@ def test_another_list_needs_shutdown(two_gpus):
 def test_an_ordinal_is_not_a_position(two_gpus, rng):
     two_gpus.shutdown()
     two_gpus.init(1)
-    assert two_gpus.lib.coli_cuda_device_count() == 1 and two_gpus.lib.coli_cuda_device_at(0) == 1
+    assert two_gpus.lib.coli_cuda_device_count() == 1
+    assert two_gpus.lib.coli_cuda_device_at(0) == 1
     matrix = oracle.random_encoded(rng, "int8", (4, 8))
     tensor = two_gpus.upload(matrix, device=1)
-    assert two_gpus.stats(1) == (1, matrix.nbytes) and two_gpus.stats(0) == (0, 0)
+    assert two_gpus.stats(1) == (1, matrix.nbytes)
+    assert two_gpus.stats(0) == (0, 0)
     with pytest.raises(Refused, match="device 0"):
         two_gpus.upload(matrix, device=0)
     x = np.ones((1, 8), np.float32)
@@ -152,6 +162,19 @@ def test_memory(gpu):
         gpu.memory(77)
     assert gpu.lib.coli_cuda_device_integrated(0) in (0, 1)
     assert gpu.lib.coli_cuda_device_integrated(4711) == 0
+
+
+def test_device_name(closed_gpu):
+    room = ffi.new("char[]", b"?" * 63)
+    closed_gpu.check(closed_gpu.lib.coli_cuda_device_name(0, room, 64))
+    name = ffi.string(room)
+    assert len(name) > 3
+    assert b"?" not in name
+    closed_gpu.check(closed_gpu.lib.coli_cuda_device_name(0, room, 4))
+    assert ffi.string(room) == name[:3]
+    for arguments in ((4711, room, 64), (0, NULL, 64), (0, room, 0)):
+        assert closed_gpu.lib.coli_cuda_device_name(*arguments) == 0
+        assert closed_gpu.refusal().text
 
 
 def test_shutdown_releases_tensors(gpu, rng):
@@ -191,7 +214,7 @@ def test_init_and_shutdown_many_times(closed_gpu, rng):
     assert all(np.array_equal(result, results[0]) for result in results)
 
 
-# ---- tables -----------------------------------------------------------------------------------------------------------
+# ---- tables ----
 
 
 def test_fp8_needs_its_table(closed_gpu, rng):
@@ -222,7 +245,8 @@ def test_codebook_is_replaced_and_comes_back(gpu, rng):
     replaced = oracle.Encoded("e8", published.shape, published.data, codebook=other)
     assert oracle.relative_rms(gpu.matmul(tensor, x, replaced), x @ replaced.decode().T) < 3e-6
 
-    assert gpu.lib.coli_cuda_e8_set_grid(NULL) == 0 and gpu.refusal().status == "ARGUMENT"
+    assert gpu.lib.coli_cuda_e8_set_grid(NULL) == 0
+    assert gpu.refusal().status == "ARGUMENT"
     gpu.set_codebook(oracle.CODEBOOK)
     assert np.array_equal(gpu.matmul(tensor, x, published), before)
 
@@ -247,7 +271,7 @@ def test_extreme_codebooks(gpu, rng, value):
         assert not y.any()
 
 
-# ---- upload -----------------------------------------------------------------------------------------------------------
+# ---- upload ----
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -326,14 +350,17 @@ def test_refused_uploads_change_nothing(gpu, rng, name):
     assert raw_upload(gpu, slot, matrix, **changes) == 0
     refused = gpu.refusal()
     assert (refused.status, text in refused.text) == (status, True), refused
-    assert slot[0] == NULL and gpu.stats() == before and gpu.memory()[0] == free
+    assert slot[0] == NULL
+    assert gpu.stats() == before
+    assert gpu.memory()[0] == free
     x = np.ones((1, 8), np.float32)
     assert oracle.relative_rms(gpu.matmul(bystander, x, matrix), x @ matrix.decode().T) < 1e-6
 
 
 def test_upload_without_a_place_for_the_handle(gpu, rng):
     assert raw_upload(gpu, NULL, oracle.random_encoded(rng, "int8", (4, 8))) == 0
-    assert gpu.refusal().status == "ARGUMENT" and gpu.stats() == (0, 0)
+    assert gpu.refusal().status == "ARGUMENT"
+    assert gpu.stats() == (0, 0)
 
 
 def test_scales_are_ignored_where_the_format_has_none(gpu, rng):
@@ -365,7 +392,8 @@ def test_upload_into_a_held_tensor(gpu, rng):
     ):
         assert raw_upload(gpu, slot, matrix, **changes) == 0, changes
         assert gpu.refusal().text
-        assert slot[0] == tensor and gpu.stats() == before
+        assert slot[0] == tensor
+        assert gpu.stats() == before
     # Outside the grouped format the group size means nothing.
     plain = oracle.random_encoded(rng, "int8", (4, 8))
     slot = ffi.new("ColiCudaTensor **", gpu.upload(plain))
@@ -382,7 +410,8 @@ def test_grouped_int4_without_a_group_size_is_of_no_use(gpu, rng):
     gpu.tensors.append(tensor)
     x, y = np.ones((1, 8), np.float32), np.full((1, 8), 7, np.float32)
     assert gpu.lib.coli_cuda_matmul(slot, floats(y), floats(x), NULL, NULL, number, 1, 8, 8, 0, 0) == 0
-    assert "group size" in gpu.refusal().text and (y == 7).all()
+    assert "group size" in gpu.refusal().text
+    assert (y == 7).all()
     with pytest.raises(Refused, match="group size"):
         gpu.expert_mlp((tensor, tensor, tensor), x)
     with pytest.raises(Refused, match="group size"):
@@ -422,10 +451,11 @@ def test_a_thousand_uploads_leak_nothing(gpu, rng, simulator):
     for _ in range(334):
         for matrix in matrices:
             gpu.free(gpu.upload(matrix))
-    assert gpu.memory()[0] == free and (simulator and simulator.live()) == live
+    assert gpu.memory()[0] == free
+    assert (simulator and simulator.live()) == live
 
 
-# ---- update -----------------------------------------------------------------------------------------------------------
+# ---- update ----
 
 
 @pytest.mark.parametrize("entry", ["update", "overwrite"])

@@ -5,11 +5,11 @@
  * and memory of several devices are modelled closely enough to expose the mistakes that real ones punish:
  *
  *   out-of-bounds and misaligned accesses, bad shifts ... AddressSanitizer and UndefinedBehaviorSanitizer
- *   missing barriers .................................... ThreadSanitizer (every GPU thread is one of its fibers) and SIMT_ORDER
- *   divergent barriers and warp collectives ............. reported here, with source line, then abort()
- *   use of shared memory before it is written ........... every block starts with shared memory full of 0xff (NaN)
- *   device memory touched by the host ................... AddressSanitizer
- *   missing synchronisation on the host ................. work on a stream is put off until somebody waits for it
+ *   missing barriers .................................... ThreadSanitizer (every GPU thread is one of its fibers) and
+ * SIMT_ORDER divergent barriers and warp collectives ............. reported here, with source line, then abort() use of
+ * shared memory before it is written ........... every block starts with shared memory full of 0xff (NaN) device memory
+ * touched by the host ................... AddressSanitizer missing synchronisation on the host ................. work on a
+ * stream is put off until somebody waits for it
  *
  * What it cannot show: races between blocks, memory ordering, register and shared memory limits, coalescing, speed, inline
  * PTX and the rounding of approximate intrinsics (they are the host's exact functions).
@@ -24,11 +24,10 @@
  *   SIMT_DEVICE_MB=N               memory of each device in MiB                                          (4096)
  *   SIMT_MULTIPROCESSORS=N         multiprocessors of each device                                        (4)
  *   SIMT_NO_DEVICE=1               as on a machine with a driver and no GPU
- *   SIMT_FAIL=NAME:N[,NAME:N ...]  as simt_fail_call below, from the start of the process                                     */
+ *   SIMT_FAIL=NAME:N[,NAME:N ...]  as simt_fail_call below, from the start of the process */
 #ifndef SIMT_H
 #define SIMT_H
 
-#pragma GCC visibility push(hidden)
 #include "simt_types.h"
 
 #include "simt_execution.h"
@@ -38,6 +37,5 @@
 #include "simt_half.h"
 
 #include "simt_cuda_runtime.h"
-#pragma GCC visibility pop
 
 #endif

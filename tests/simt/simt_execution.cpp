@@ -1,5 +1,4 @@
 /* simt_execution.cpp - runs a grid: schedules the threads of a block on fibers and lets them meet at barriers. */
-#pragma GCC visibility push(hidden)
 #include "simt_execution.h"
 
 #include "simt_fibers.h"
@@ -44,7 +43,7 @@ constexpr bool SHARE_STACKS = true;
 enum class Order { forward, reverse, random };
 
 Order order;
-uint64_t random_state;
+uint64_t random_state = 1;
 bool lax;
 
 const char *kernel;
@@ -66,7 +65,7 @@ unsigned barrier_true[2];
 Location barrier_where;
 
 /* Addresses that stand for an order which CUDA guarantees, for ThreadSanitizer. */
-char grid_start, grid_finish, barrier_passed[2];
+char block_start, block_finish, barrier_passed[2];
 
 SIMT_UNTRACED inline void acquire([[maybe_unused]] void *what) {
 #if defined(__SANITIZE_THREAD__)
@@ -189,9 +188,9 @@ SIMT_UNTRACED Collective &collective_for(Warp &warp, unsigned mask) {
 }
 
 SIMT_UNTRACED void run_body() {
-    acquire(&grid_start);
+    acquire(&block_start);
     (*body)();
-    release(&grid_finish);
+    release(&block_finish);
 }
 
 SIMT_UNTRACED void thread_returns() {
@@ -245,7 +244,9 @@ SIMT_UNTRACED void run_block() {
         runnable_warps |= 1u << w;
     }
     current_warp = &warps[choose_bit(runnable_warps)];
+    release(&block_start);
     switch_to_thread(take_next_thread());
+    acquire(&block_finish);
     current = nullptr;
 }
 
@@ -294,12 +295,11 @@ struct BlockOrder {
 } // namespace
 
 void fail(const char *format, ...) {
-    fprintf(stderr, "simt: %s", kernel ? kernel : "(no kernel)");
+    fprintf(stderr, "simt: ");
     if (current) {
-        fprintf(stderr, ", block (%u, %u, %u), thread (%u, %u, %u)", block.index.x, block.index.y, block.index.z,
-                current->index.x, current->index.y, current->index.z);
+        fprintf(stderr, "%s, block (%u, %u, %u), thread (%u, %u, %u): ", kernel, block.index.x, block.index.y,
+                block.index.z, current->index.x, current->index.y, current->index.z);
     }
-    fprintf(stderr, ": ");
     va_list arguments;
     va_start(arguments, format);
     vfprintf(stderr, format, arguments);
@@ -358,7 +358,10 @@ SIMT_UNTRACED Meeting meet(unsigned mask, uint64_t value, const char *operation,
 SIMT_UNTRACED void yield() {
     Thread &self = *current;
     if (!runnable_warps) return;
+    Order usual = order;
+    order = Order::random; /* any other would let two threads that yield starve the rest */
     Thread &next = take_next_thread();
+    order = usual;
     make_ready(*self.warp, 1u << self.lane);
     switch_to_thread(next);
 }
@@ -367,9 +370,13 @@ SIMT_UNTRACED unsigned live_lanes() {
     return current->warp->live;
 }
 
-/* Byte by byte and not by memset, which the sanitizers would take for an access of the thread. */
-SIMT_UNTRACED __attribute__((no_sanitize("address"))) void poison_shared(void *memory, size_t bytes) {
+/* Not by memset: ThreadSanitizer would take that for an access of the thread. */
+SIMT_UNTRACED void poison_shared(void *memory, size_t bytes) {
+#if defined(__x86_64__)
+    asm volatile("rep stosb" : "+D"(memory), "+c"(bytes) : "a"(0xff) : "memory");
+#else
     for (volatile unsigned char *p = (unsigned char *)memory; bytes; bytes--) *p++ = 0xff;
+#endif
 }
 
 SIMT_UNTRACED void run_grid(dim3 grid, dim3 block_size, size_t dynamic_shared_bytes, const char *kernel_name,
@@ -381,7 +388,6 @@ SIMT_UNTRACED void run_grid(dim3 grid, dim3 block_size, size_t dynamic_shared_by
     block.grid = grid;
     prepare_threads();
     adopt_this_stack(launcher);
-    release(&grid_start);
     BlockOrder blocks((uint64_t)grid.x * grid.y * grid.z);
     for (uint64_t i = 0; i < blocks.count; i++) {
         uint64_t linear = blocks[i];
@@ -395,9 +401,7 @@ SIMT_UNTRACED void run_grid(dim3 grid, dim3 block_size, size_t dynamic_shared_by
         run_block();
         free(block.dynamic_shared);
     }
-    acquire(&grid_finish);
     kernel = nullptr;
 }
 
 } // namespace simt
-#pragma GCC visibility pop

@@ -15,7 +15,9 @@ struct Warp;
 struct Location {
     const char *file;
     int line;
-    static constexpr Location here(const char *file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
+    static constexpr Location here(const char *file = __builtin_FILE(), int line = __builtin_LINE()) {
+        return {file, line};
+    }
 };
 
 struct Thread {
@@ -40,7 +42,8 @@ extern Block block;
 
 /* Runs body() once for every thread of the grid, blocks one after another. `kernel` is the name used in reports. One host
  * thread at a time. */
-void run_grid(dim3 grid, dim3 block_size, size_t dynamic_shared_bytes, const char *kernel, const std::function<void()> &body);
+void run_grid(dim3 grid, dim3 block_size, size_t dynamic_shared_bytes, const char *kernel,
+              const std::function<void()> &body);
 
 /* Waits for all threads of the block. Returns for how many `predicate` was true. */
 unsigned barrier(bool predicate, Location where);
@@ -84,8 +87,8 @@ inline __attribute__((no_sanitize("thread"))) void enter_shared(SharedVariable &
 constexpr int warpSize = 32;
 
 /* cu2cpp.py writes this behind the declaration of a static __shared__ variable. */
-#define SIMT_SHARED(variable)                                                                                                \
-    static simt::SharedVariable simt_shared_##variable;                                                                      \
+#define SIMT_SHARED(variable)                                                                                              \
+    static simt::SharedVariable simt_shared_##variable;                                                                    \
     simt::enter_shared(simt_shared_##variable, (void *)&variable, sizeof(variable))
 
 #endif

@@ -1,8 +1,8 @@
 /* simt_fibers.h - stacks to run GPU threads on, and the switch from one to another.
  *
  * On x86-64 a switch is a dozen instructions; elsewhere it is swapcontext. AddressSanitizer and ThreadSanitizer are told of
- * every switch. Code here and in simt_execution.cpp is hidden from ThreadSanitizer (SIMT_UNTRACED): the scheduler's own data
- * are handed from fiber to fiber with no ordering that it could know of. */
+ * every switch. Code here and in simt_execution.cpp is hidden from ThreadSanitizer (SIMT_UNTRACED): the scheduler's own
+ * data are handed from fiber to fiber with no ordering that it could know of. */
 #ifndef SIMT_FIBERS_H
 #define SIMT_FIBERS_H
 
@@ -100,11 +100,12 @@ SIMT_UNTRACED inline void adopt_this_stack(Fiber &fiber) {
     running = &fiber;
 }
 
-/* A new suspended fiber, never freed. The first switch to it calls `entry`, which calls finish_switch() and never returns. */
+/* A new suspended fiber, never freed. The first switch to it calls `entry`, which calls finish_switch() and never returns.
+ */
 SIMT_UNTRACED inline void create_fiber(Fiber &fiber, void (*entry)()) {
     constexpr size_t guard = 4096, bytes = 256 << 10;
-    char *memory = (char *)mmap(nullptr, guard + bytes, PROT_READ | PROT_WRITE,
-                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    char *memory =
+        (char *)mmap(nullptr, guard + bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED || mprotect(memory, guard, PROT_NONE) != 0) {
         fprintf(stderr, "simt: no memory for the stack of a GPU thread (%zu bytes)\n", guard + bytes);
         abort();

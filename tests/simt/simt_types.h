@@ -19,15 +19,31 @@
 /* Blocks run one at a time, so one copy serves all; SIMT_SHARED below gives each block a fresh one. */
 #define __shared__ static
 
-#define SIMT_VECTORS(T, base, align2, align4)                                                                                \
-    struct T##1 { base x; };                                                                                                 \
-    struct alignas(align2) T##2 { base x, y; };                                                                              \
-    struct T##3 { base x, y, z; };                                                                                           \
-    struct alignas(align4) T##4 { base x, y, z, w; };                                                                        \
-    inline T##1 make_##T##1(base x) { return {x}; }                                                                          \
-    inline T##2 make_##T##2(base x, base y) { return {x, y}; }                                                               \
-    inline T##3 make_##T##3(base x, base y, base z) { return {x, y, z}; }                                                    \
-    inline T##4 make_##T##4(base x, base y, base z, base w) { return {x, y, z, w}; }
+#define SIMT_VECTORS(T, base, align2, align4)                                                                              \
+    struct T##1 {                                                                                                          \
+        base x;                                                                                                            \
+    };                                                                                                                     \
+    struct alignas(align2) T##2 {                                                                                          \
+        base x, y;                                                                                                         \
+    };                                                                                                                     \
+    struct T##3 {                                                                                                          \
+        base x, y, z;                                                                                                      \
+    };                                                                                                                     \
+    struct alignas(align4) T##4 {                                                                                          \
+        base x, y, z, w;                                                                                                   \
+    };                                                                                                                     \
+    inline T##1 make_##T##1(base x) {                                                                                      \
+        return {x};                                                                                                        \
+    }                                                                                                                      \
+    inline T##2 make_##T##2(base x, base y) {                                                                              \
+        return {x, y};                                                                                                     \
+    }                                                                                                                      \
+    inline T##3 make_##T##3(base x, base y, base z) {                                                                      \
+        return {x, y, z};                                                                                                  \
+    }                                                                                                                      \
+    inline T##4 make_##T##4(base x, base y, base z, base w) {                                                              \
+        return {x, y, z, w};                                                                                               \
+    }
 
 SIMT_VECTORS(char, signed char, 2, 4)
 SIMT_VECTORS(uchar, unsigned char, 2, 4)

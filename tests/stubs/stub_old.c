@@ -1,6 +1,8 @@
 /* stub_old.c - a GPU library from before E8, as hosts have installed: the 46 names that every host demanded then and no
  * later one. "Device memory" is host memory, so that results can be checked: f32, int8, int4, int2 and grouped int4 are
- * computed for real, one weight at a time. It includes no coli header, because such a library knows none. */
+ * computed for real, one weight at a time. It includes no coli header, because such a library knows none.
+ *
+ * With WITH_E8 it is one from the first days of E8: it has coli_cuda_e8_set_grid, no table of its own, and no version. */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -12,13 +14,16 @@ typedef struct ColiCudaTensor {
     float *weights; /* decoded, [O, I] */
 } ColiCudaTensor;
 
-enum { F32, INT8, INT4, INT2, INT4_GROUPED };
+enum { F32, INT8, INT4, INT2, INT4_GROUPED, E8 = 6 };
 enum { MAX_DEVICES = 16, MAX_EXPERTS = 64, MAX_ISSUE_ROWS = 8 };
 
 static int devices[MAX_DEVICES], device_count;
 static size_t tensor_count[MAX_DEVICES], tensor_bytes[MAX_DEVICES];
 static uint64_t group_calls, group_experts, group_rows;
 static float *issued[MAX_DEVICES];
+#ifdef WITH_E8
+static uint8_t grid[1024];
+#endif
 
 /*------   Devices   ------*/
 
@@ -42,6 +47,9 @@ void coli_cuda_shutdown(void) {
         issued[i] = NULL;
     }
     device_count = 0;
+#ifdef WITH_E8
+    memset(grid, 0, sizeof grid);
+#endif
 }
 
 int coli_cuda_device_count(void) {
@@ -79,7 +87,33 @@ void coli_cuda_group_stats(uint64_t *calls, uint64_t *experts, uint64_t *rows, d
     if (d2h_ms) *d2h_ms = 0;
 }
 
+/*------   E8   ------*/
+
+#ifdef WITH_E8
+int coli_cuda_e8_set_grid(const void *table) {
+    if (!table || !device_count) return 0;
+    memcpy(grid, table, sizeof grid);
+    return 1;
+}
+
+static float e8_weight(const uint8_t *row, int column) {
+    const uint8_t *block = row + column / 256 * 98, *word_bytes = block + 64 + column % 256 / 32 * 4;
+    int at = column % 256, in_lane = at % 8, d = block[96] | block[97] << 8;
+    uint32_t word;
+    memcpy(&word, word_bytes, sizeof word);
+    uint32_t signs = word >> 7 * (at / 8 % 4) & 127;
+    int negative = in_lane < 7 ? signs >> in_lane & 1 : __builtin_parity(signs);
+    float scale = ldexpf((float)(1024 | (d & 1023)), (d >> 10 & 31) - 25) * (0.5f + (float)(word >> 28)) * 0.5f;
+    float magnitude = grid[4 * block[at / 4] + at % 4] * 0.5f * scale;
+    return negative ? -magnitude : magnitude;
+}
+#endif
+
 /*------   Tensors   ------*/
+
+static int has_scales(int format) {
+    return format != F32 && format != E8;
+}
 
 static size_t row_bytes(int format, int I) {
     size_t columns = (size_t)I;
@@ -93,6 +127,10 @@ static size_t row_bytes(int format, int I) {
         return (columns + 1) / 2;
     case INT2:
         return (columns + 3) / 4;
+#ifdef WITH_E8
+    case E8:
+        return (columns + 255) / 256 * 98;
+#endif
     default:
         return 0;
     }
@@ -108,6 +146,10 @@ static float code(int format, const uint8_t *row, int column) {
         return (int8_t)row[column];
     case INT2:
         return (float)((row[column / 4] >> 2 * (column % 4) & 3) - 2);
+#ifdef WITH_E8
+    case E8:
+        return e8_weight(row, column);
+#endif
     default:
         return (float)((row[column / 2] >> 4 * (column % 2) & 15) - 8);
     }
@@ -122,7 +164,7 @@ static void decode(ColiCudaTensor *t, const void *weights, const float *scales) 
         const uint8_t *row = (const uint8_t *)weights + (size_t)o * row_bytes(t->format, t->I);
         for (int i = 0; i < t->I; i++) {
             int group = t->format == INT4_GROUPED ? i / t->group_size : 0;
-            float scale = t->format == F32 ? 1 : scales[o * groups(t) + group];
+            float scale = !has_scales(t->format) ? 1 : scales[o * groups(t) + group];
             t->weights[(size_t)o * (size_t)t->I + (size_t)i] = code(t->format, row, i) * scale;
         }
     }
@@ -135,7 +177,7 @@ int coli_cuda_tensor_upload_g(ColiCudaTensor **tensor, const void *weights, cons
     ColiCudaTensor *t = *tensor;
     if (t) return t->format == format && t->I == I && t->O == O && t->device == device && t->group_size == group_size;
     if (!weights || I < 1 || O < 1 || position(device) < 0 || !row_bytes(format, I)) return 0;
-    if ((!scales && format != F32) || (format == INT4_GROUPED && group_size < 1)) return 0;
+    if ((!scales && has_scales(format)) || (format == INT4_GROUPED && group_size < 1)) return 0;
     t = malloc(sizeof *t);
     float *decoded = malloc((size_t)O * (size_t)I * sizeof *decoded);
     if (!t || !decoded) {
@@ -144,7 +186,7 @@ int coli_cuda_tensor_upload_g(ColiCudaTensor **tensor, const void *weights, cons
         return 0;
     }
     *t = (ColiCudaTensor){format, I, O, device, group_size, (size_t)O * row_bytes(format, I), decoded};
-    if (format != F32) t->bytes += (size_t)O * (size_t)groups(t) * sizeof *scales;
+    if (has_scales(format)) t->bytes += (size_t)O * (size_t)groups(t) * sizeof *scales;
     decode(t, weights, scales);
     tensor_count[position(device)]++;
     tensor_bytes[position(device)] += t->bytes;
@@ -158,7 +200,7 @@ int coli_cuda_tensor_upload(ColiCudaTensor **tensor, const void *weights, const 
 }
 
 int coli_cuda_tensor_update(ColiCudaTensor *t, const void *weights, const float *scales) {
-    if (!t || !weights || (!scales && t->format != F32)) return 0;
+    if (!t || !weights || (!scales && has_scales(t->format))) return 0;
     decode(t, weights, scales);
     return 1;
 }
@@ -210,6 +252,7 @@ int coli_cuda_matmul(ColiCudaTensor **tensor, float *y, const float *x, const vo
 }
 
 static int is_expert(const ColiCudaTensor *gate, const ColiCudaTensor *up, const ColiCudaTensor *down) {
+    if (down && down->format == E8) return 0; /* would need its input rotated */
     return gate && up && down && gate->device == up->device && gate->device == down->device && gate->I == up->I &&
            gate->O == up->O && down->I == gate->O && down->O == gate->I;
 }

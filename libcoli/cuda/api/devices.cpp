@@ -1,4 +1,6 @@
 /* api/devices.cpp - devices, tables, statistics: entry points of coli_cuda.h. */
+#include <cstdio>
+
 #include "../context.h"
 #include "../tensor.h"
 
@@ -112,6 +114,16 @@ int coli_cuda_device_integrated(int device) {
     int integrated = 0;
     COLI_FORWARD(succeeded(cudaDeviceGetAttribute(&integrated, cudaDevAttrIntegrated, device), "asking device %d", device));
     return integrated;
+}
+
+int coli_cuda_device_name(int device, char *name, size_t size) {
+    COLI_FORWARD(device_visible(device));
+    COLI_REFUSE_IF(!name || size == 0, COLI_E_ARGUMENT, "room for the name is %zu bytes at %p", size,
+                   static_cast<void *>(name));
+    cudaDeviceProp properties;
+    COLI_FORWARD(succeeded(cudaGetDeviceProperties(&properties, device), "asking device %d for its name", device));
+    snprintf(name, size, "%s", properties.name);
+    return 1;
 }
 
 int coli_cuda_e8_set_grid(const void *grid) {

@@ -29,7 +29,8 @@ bool upload_valid(int format, int I, int O, int group_size) {
 
 /* *tensor is there already: it must be what the caller describes. */
 bool same_tensor(const ColiCudaTensor &tensor, int format, int I, int O, int device, int group_size) {
-    const int present = coli_cuda_tensor_device(&tensor);
+    COLI_FORWARD(tensor_alive(&tensor, "the tensor"));
+    const int present = tensor.context->device;
     COLI_REFUSE_IF(
         tensor.format != format || tensor.I != I || tensor.O != O || present != device || tensor.group_size != group_size,
         COLI_E_SHAPE,
@@ -67,9 +68,7 @@ int coli_cuda_tensor_upload_g(ColiCudaTensor **tensor, const void *weights, cons
 }
 
 int coli_cuda_tensor_update(ColiCudaTensor *tensor, const void *weights, const float *scales) {
-    COLI_REFUSE_IF(!tensor, COLI_E_ARGUMENT, "the tensor is NULL");
-    COLI_REFUSE_IF(!tensor->context, COLI_E_STATE, "the tensor belongs to a device that coli_cuda_shutdown released");
-    COLI_FORWARD(pointers_valid(tensor->format, weights, scales));
+    COLI_FORWARD(tensor_alive(tensor, "the tensor") && pointers_valid(tensor->format, weights, scales));
     DeviceCall call(*tensor->context);
     return tensor_write(*tensor, weights, scales);
 }
@@ -86,7 +85,7 @@ int coli_cuda_tensor_download(const ColiCudaTensor *tensor, void *weights, void 
 }
 
 int coli_cuda_tensor_set_rotated(ColiCudaTensor *tensor, int rotated) {
-    COLI_REFUSE_IF(!tensor, COLI_E_ARGUMENT, "the tensor is NULL");
+    COLI_FORWARD(tensor_alive(tensor, "the tensor"));
     COLI_REFUSE_IF(tensor->format != COLI_E8, COLI_E_FORMAT, "only E8 matrices are rotated, the tensor has format %d",
                    tensor->format);
     tensor->rotated = rotated != 0;

@@ -12,7 +12,6 @@ namespace {
 
 /* Grids are (weight rows, passes over an expert's activation rows, experts); a block beyond its expert's rows has nothing
  * to do. */
-constexpr int kThreads = kWarp * kWarpsPerBlock;
 
 __device__ float activate(const Activation &activation, float gate, float up) {
     const float sigmoid = 1.0f / (1.0f + expf(-gate));
@@ -21,25 +20,26 @@ __device__ float activate(const Activation &activation, float gate, float up) {
     return b1 * tanhf(gate / b1) * sigmoid * (b2 * tanhf(up / b2));
 }
 
-template <int ROWS> __global__ void __launch_bounds__(kThreads) expert_hidden(const __grid_constant__ GroupParams p) {
-    __shared__ SharedTables tables;
+template <int ROWS>
+__global__ void __launch_bounds__(kProductThreads, 1) expert_hidden(const __grid_constant__ GroupParams p) {
+    __shared__ ProductMemory<ROWS> memory;
     const ExpertEntry &expert = p.experts[blockIdx.z];
     if (static_cast<int>(blockIdx.y) * ROWS >= expert.rows) return;
-    load_tables(tables, *p.tables);
-    const int h = blockIdx.x * kWarpsPerBlock + threadIdx.x / kWarp;
-    if (h >= p.H) return;
+    load_tables(memory.tables, *p.tables);
+    const int warp = threadIdx.x / kWarp, r = threadIdx.x % kWarp, h = blockIdx.x * kWarpsPerBlock + warp;
     for (int first = blockIdx.y * ROWS; first < expert.rows; first += gridDim.y * ROWS) {
         const int rows = min(ROWS, expert.rows - first);
         const size_t row = static_cast<size_t>(expert.first_row) + first;
-        const ActivationRows x(p.x + row * p.D, p.D, rows);
-        float gate[ROWS], up[ROWS];
-        dot_row<ROWS>(expert.gate, p.H, p.D, h, x, tables, gate);
-        dot_row<ROWS>(expert.up, p.H, p.D, h, x, tables, up);
-        if (threadIdx.x % kWarp) continue;
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            if (r < rows) p.hidden[(row + r) * p.H + h] = activate(p.activation, gate[r], up[r]);
+#pragma unroll 1 /* the code of the products once, not twice */
+        for (int is_up = 0; is_up < 2; is_up++) {
+            const MatrixView &matrix = is_up ? expert.up : expert.gate;
+            dot_rows<ROWS>(matrix, p.H, p.D, h, {p.x + row * p.D, p.D, rows}, memory, is_up);
         }
+        if (r < rows && h < p.H) {
+            const float gate = memory.sums[0][warp][r], up = memory.sums[1][warp][r];
+            p.hidden[(row + r) * p.H + h] = activate(p.activation, gate, up);
+        }
+        __syncwarp(); /* the sums are read before the next pass writes them */
     }
 }
 
@@ -54,24 +54,20 @@ __global__ void __launch_bounds__(kRotationThreads) expert_rotate(const __grid_c
     }
 }
 
-template <int ROWS> __global__ void __launch_bounds__(kThreads) expert_down(const __grid_constant__ GroupParams p) {
-    __shared__ SharedTables tables;
+template <int ROWS>
+__global__ void __launch_bounds__(kProductThreads, 1) expert_down(const __grid_constant__ GroupParams p) {
+    __shared__ ProductMemory<ROWS> memory;
     const ExpertEntry &expert = p.experts[blockIdx.z];
     if (static_cast<int>(blockIdx.y) * ROWS >= expert.rows) return;
-    load_tables(tables, *p.tables);
-    const int d = blockIdx.x * kWarpsPerBlock + threadIdx.x / kWarp;
-    if (d >= p.D) return;
+    load_tables(memory.tables, *p.tables);
+    const int warp = threadIdx.x / kWarp, r = threadIdx.x % kWarp, d = blockIdx.x * kWarpsPerBlock + warp;
     const float *hidden = expert.rotate_hidden ? p.rotated : p.hidden;
     for (int first = blockIdx.y * ROWS; first < expert.rows; first += gridDim.y * ROWS) {
         const int rows = min(ROWS, expert.rows - first);
         const size_t row = static_cast<size_t>(expert.first_row) + first;
-        float sums[ROWS];
-        dot_row<ROWS>(expert.down, p.D, p.H, d, ActivationRows(hidden + row * p.H, p.H, rows), tables, sums);
-        if (threadIdx.x % kWarp) continue;
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            if (r < rows) p.y[(row + r) * p.D + d] = sums[r];
-        }
+        dot_rows<ROWS>(expert.down, p.D, p.H, d, {hidden + row * p.H, p.H, rows}, memory, 0);
+        if (r < rows && d < p.D) p.y[(row + r) * p.D + d] = memory.sums[0][warp][r];
+        __syncwarp();
     }
 }
 
@@ -79,7 +75,7 @@ cudaError_t launch_hidden(const GroupParams &params, cudaStream_t stream) {
     const ProductPlan plan = plan_product(params.H, params.max_rows);
     const dim3 grid(plan.row_blocks, plan.passes, params.count);
     with_rows(plan.rows_per_pass,
-              [&](auto rows) { expert_hidden<decltype(rows)::value><<<grid, kThreads, 0, stream>>>(params); });
+              [&](auto rows) { expert_hidden<decltype(rows)::value><<<grid, kProductThreads, 0, stream>>>(params); });
     return cudaGetLastError();
 }
 
@@ -95,7 +91,7 @@ cudaError_t launch_down(const GroupParams &params, cudaStream_t stream) {
     const ProductPlan plan = plan_product(params.D, params.max_rows);
     const dim3 grid(plan.row_blocks, plan.passes, params.count);
     with_rows(plan.rows_per_pass,
-              [&](auto rows) { expert_down<decltype(rows)::value><<<grid, kThreads, 0, stream>>>(params); });
+              [&](auto rows) { expert_down<decltype(rows)::value><<<grid, kProductThreads, 0, stream>>>(params); });
     return cudaGetLastError();
 }
 

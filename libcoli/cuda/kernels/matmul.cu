@@ -1,6 +1,5 @@
 #include "matmul.h"
 
-#include "../plan.h"
 #include "dot.cuh"
 #include "rows.h"
 
@@ -8,21 +7,16 @@ namespace coli {
 
 namespace {
 
-template <int ROWS> __global__ void __launch_bounds__(kWarp *kWarpsPerBlock) matmul(const MatmulParams p) {
-    __shared__ SharedTables tables;
-    load_tables(tables, *p.tables);
-    const int o = blockIdx.x * kWarpsPerBlock + threadIdx.x / kWarp;
-    if (o >= p.O) return;
+template <int ROWS> __global__ void __launch_bounds__(kProductThreads, 1) matmul(const MatmulParams p) {
+    __shared__ ProductMemory<ROWS> memory;
+    load_tables(memory.tables, *p.tables);
+    const int warp = threadIdx.x / kWarp, r = threadIdx.x % kWarp, o = blockIdx.x * kWarpsPerBlock + warp;
     for (size_t first = static_cast<size_t>(blockIdx.y) * ROWS; first < static_cast<size_t>(p.S);
          first += static_cast<size_t>(gridDim.y) * ROWS) {
         const int rows = min(ROWS, static_cast<int>(p.S - first));
-        float sums[ROWS];
-        dot_row<ROWS>(p.w, p.O, p.I, o, ActivationRows(p.x + first * p.I, p.I, rows), tables, sums);
-        if (threadIdx.x % kWarp) continue;
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            if (r < rows) p.y[(first + r) * p.O + o] = sums[r];
-        }
+        dot_rows<ROWS>(p.w, p.O, p.I, o, {p.x + first * p.I, p.I, rows}, memory, 0);
+        if (r < rows && o < p.O) p.y[(first + r) * p.O + o] = memory.sums[0][warp][r];
+        __syncwarp(); /* the sums are read before the next pass writes them */
     }
 }
 
@@ -31,7 +25,7 @@ template <int ROWS> __global__ void __launch_bounds__(kWarp *kWarpsPerBlock) mat
 cudaError_t launch_matmul(const MatmulParams &params, cudaStream_t stream) {
     const ProductPlan plan = plan_product(params.O, params.S);
     with_rows(plan.rows_per_pass, [&](auto rows) {
-        matmul<decltype(rows)::value><<<dim3(plan.row_blocks, plan.passes), kWarp * kWarpsPerBlock, 0, stream>>>(params);
+        matmul<decltype(rows)::value><<<dim3(plan.row_blocks, plan.passes), kProductThreads, 0, stream>>>(params);
     });
     return cudaGetLastError();
 }

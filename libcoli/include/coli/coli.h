@@ -147,6 +147,10 @@ COLI_API const char *coli_backend_path(const coli_backend *backend);
 /* Address of an entry point such as "coli_cuda_matmul", or NULL. */
 COLI_API void *coli_backend_symbol(const coli_backend *backend, const char *name);
 
+/* Configures the GPUs of the ordinals in `devices`, or with NULL all that are visible. Does nothing where that very list is
+ * configured already. COLI_E_NO_DEVICE says why there is none, or what is wrong with the list. */
+COLI_API coli_status coli_backend_init(coli_backend *backend, const int *devices, int count);
+
 /* Features, by index 0 ... coli_backend_feature_count() - 1: a format's name ("e8", "int8", ...), or "devices",
  * "matmul", "expert_mlp", "expert_group", "issue_take", "update", "download". NULL past the end. */
 COLI_API int coli_backend_feature_count(void);
@@ -162,9 +166,9 @@ COLI_API const char *coli_backend_why_not(const coli_backend *backend, const cha
  * scales and codebook must outlive it. */
 typedef struct coli_placed coli_placed;
 
-/* Uploads `matrix` to GPU `device` (a CUDA ordinal that coli_cuda_init configured), or leaves it on the CPU: for
- * device = -1, a NULL backend, a feature the backend lacks, or a failed upload. The result is COLI_OK in all these cases;
- * coli_placed_why_cpu() tells. Errors are those of coli_matrix_check() and COLI_E_MEMORY. */
+/* Uploads `matrix` to GPU `device` (a CUDA ordinal that coli_backend_init or coli_cuda_init configured), or leaves it on
+ * the CPU: for device = -1, a NULL backend, a feature the backend lacks, or a failed upload. The result is COLI_OK in all
+ * these cases; coli_placed_why_cpu() tells. Errors are those of coli_matrix_check() and COLI_E_MEMORY. */
 COLI_API coli_status coli_place(coli_backend *backend, int device, const coli_matrix *matrix, coli_placed **placed);
 COLI_API void coli_placed_free(coli_placed *placed);
 /* GPU ordinal, or -1 for the CPU. */

@@ -157,6 +157,8 @@ COLI_API int coli_cuda_abi_version(void);
 COLI_API const char *coli_cuda_version_string(void);
 /* One line: version, CUDA runtime, GPU architectures built in. Static. */
 COLI_API const char *coli_cuda_build_info(void);
+/* Name of a visible device, cut to `size` bytes, terminator included; needs no init. */
+COLI_API int coli_cuda_device_name(int device, char *name, size_t size);
 /* Text and status of this thread's last failing call; "" and COLI_OK when none failed yet. The text lives until the
  * thread's next failing call. */
 COLI_API const char *coli_cuda_last_error(void);

@@ -1,0 +1,68 @@
+"""Low-bit expert weights of mixture-of-experts models: encode them, keep them on GPUs, compute with them.
+
+    import numpy as np, pycoli
+
+    w = pycoli.encode(np.random.randn(512, 2048).astype(np.float32), "e8")   # 3.0625 bits a weight
+    y = pycoli.matmul(np.ones((1, 2048), np.float32), w)                     # on a GPU, or else on the CPU
+    print(w, pycoli.explain(w))                                              # where it ran, and why there
+
+Activations are plain float32 everywhere; what a format needs rotated is rotated here.
+"""
+
+from . import cpu
+from .backend import Backend, open_backend
+from .device import Device, Tensor
+from .errors import (
+    ArgumentError,
+    BackendError,
+    ColiError,
+    DeviceError,
+    DtypeError,
+    FormatError,
+    FreedError,
+    NotFiniteError,
+    NotProvidedError,
+    OutOfMemoryError,
+    ShapeError,
+    SizeError,
+    StateError,
+)
+from .experts import Expert, ExpertGroup
+from .placement import Placement, explain
+from .products import expert_mlp, matmul
+from .weights import Format, Weights, encode, formats, rotate, unrotate
+
+__version__ = cpu.version()
+
+__all__ = [
+    "ArgumentError",
+    "Backend",
+    "BackendError",
+    "ColiError",
+    "Device",
+    "DeviceError",
+    "DtypeError",
+    "Expert",
+    "ExpertGroup",
+    "Format",
+    "FormatError",
+    "FreedError",
+    "NotFiniteError",
+    "NotProvidedError",
+    "OutOfMemoryError",
+    "Placement",
+    "ShapeError",
+    "SizeError",
+    "StateError",
+    "Tensor",
+    "Weights",
+    "cpu",
+    "encode",
+    "expert_mlp",
+    "explain",
+    "formats",
+    "matmul",
+    "open_backend",
+    "rotate",
+    "unrotate",
+]

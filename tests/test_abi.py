@@ -1,0 +1,101 @@
+"""What the libraries export is what the checked-in lists and the headers say, under the soname of their ABI."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+HEADERS = ROOT / "libcoli" / "include" / "coli"
+LISTS = ROOT / "tests" / "abi"
+
+
+def installed_gpu_library() -> Path:
+    """The real GPU library: the one in the installed package, or the one that COLI_CUDA_LIB names."""
+    if "COLI_CUDA_LIB" in os.environ:
+        return Path(os.environ["COLI_CUDA_LIB"])
+    path = Path(str(resources.files(pytest.importorskip("pycoli")) / "libcoli_cuda.so"))
+    if not path.exists():
+        pytest.skip(f"no GPU library at {path}")
+    return path
+
+
+def check_abi(library: Path, name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "tools/check_abi.py", library, LISTS / f"{name}.sym", *options]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def names(symbol_file: Path) -> list[str]:
+    return [line for line in symbol_file.read_text().splitlines() if not line.startswith("#")]
+
+
+def soname(library: Path) -> str:
+    output = subprocess.run(["readelf", "-d", library], check=True, capture_output=True, text=True).stdout
+    return re.search(r"\(SONAME\).*\[(.*)\]", output)[1]
+
+
+def version(name: str) -> str:
+    return re.search(rf"#define {name} (\d+)", (HEADERS / "coli_version.h").read_text())[1]
+
+
+def test_libcoli(build_dir):
+    result = check_abi(build_dir / "libcoli/core/libcoli.so", "libcoli", "--headers", HEADERS / "coli.h")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_libcoli_cuda_simt(simt_lib):
+    result = check_abi(simt_lib, "libcoli_cuda", "--headers", HEADERS / "coli_cuda.h", "--allow-others")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_installed_libcoli_cuda():
+    result = check_abi(installed_gpu_library(), "libcoli_cuda", "--headers", HEADERS / "coli_cuda.h")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_soname(build_dir):
+    assert soname(build_dir / "libcoli/core/libcoli.so") == f"libcoli.so.{version('COLI_ABI_MAJOR')}"
+
+
+@pytest.mark.parametrize("name", ["libcoli", "libcoli_cuda"])
+def test_lists_are_sorted(name):
+    listed = names(LISTS / f"{name}.sym")
+    assert listed == sorted(set(listed))
+
+
+def test_hosts_find_what_they_need():
+    mandatory, optional = names(LISTS / "host_mandatory.sym"), names(LISTS / "host_optional.sym")
+    assert (len(mandatory), len(optional)) == (47, 16)
+    assert {*mandatory, *optional} <= set(names(LISTS / "libcoli_cuda.sym"))
+
+
+def test_old_stub_exports_what_hosts_demanded_before_e8(build_dir, tmp_path):
+    expected = set(names(LISTS / "host_mandatory.sym")) - {"coli_cuda_group_stats_device"}
+    (tmp_path / "old.sym").write_text("\n".join(expected))
+    command = [sys.executable, ROOT / "tools/check_abi.py", build_dir / "tests/stubs/stub_old.so", tmp_path / "old.sym"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_differences_are_found(build_dir, tmp_path):
+    """The check itself: a name too many and a name too few in the list, an export without the prefix."""
+    library = build_dir / "libcoli/core/libcoli.so"
+    listed = names(LISTS / "libcoli.sym")
+    (tmp_path / "changed.sym").write_text("\n".join([*listed[1:], "coli_new"]))
+    command = [sys.executable, ROOT / "tools/check_abi.py", library, tmp_path / "changed.sym"]
+    result = subprocess.run([*command, "--headers", HEADERS / "coli.h"], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert f"exports {listed[0]}, which changed.sym does not list" in result.stdout
+    assert "does not export coli_new, which changed.sym lists" in result.stdout
+    assert f"coli.h declares {listed[0]}, which changed.sym does not list" in result.stdout
+    assert "changed.sym lists coli_new, which coli.h does not declare" in result.stdout
+    assert len(result.stdout.splitlines()) == 4
+
+    result = check_abi(build_dir / "tests/stubs/stub_empty.so", "libcoli")
+    assert "exports answer, which libcoli.sym does not list" in result.stdout

@@ -1,0 +1,93 @@
+"""``pycoli doctor``, with and without a GPU library."""
+
+import json
+
+import pytest
+
+import pycoli
+from pycoli.cli import main
+
+
+def doctor(capsys, *arguments):
+    assert main(["doctor", *map(str, arguments)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def test_without_a_gpu_library(capsys, monkeypatch, tmp_path):
+    missing = str(tmp_path / "libcoli_cuda_absent.so")
+    monkeypatch.setenv("COLI_CUDA_LIB", missing)
+    report = json.loads(doctor(capsys, "--json"))
+    assert report["pycoli"]["version"] == pycoli.__version__
+    assert report["libcoli"]["version"] == pycoli.__version__
+    assert report["processor"]["used"] in report["processor"]["instruction_sets"]
+    assert "scalar" in report["processor"]["instruction_sets"]
+    assert report["processor"]["threads"] >= 1
+    assert report["system"]["packages"]["numpy"]
+    assert report["system"]["environment"]["COLI_CUDA_LIB"] == missing
+    assert report["libcoli_cuda"]["path"] is None
+    assert missing in report["libcoli_cuda"]["why_not"]
+    assert report["devices"] == []
+    assert missing in report["why_no_device"]
+    assert "coli_cuda_matmul" in report["entry_points"]
+    assert not any(report["entry_points"].values())
+
+    out = doctor(capsys)
+    assert f"COLI_CUDA_LIB={missing}" in out
+    assert f"0 of {len(report['entry_points'])} resolved" in out
+    assert "no GPU is used: " in out
+
+
+def test_with_the_simulated_gpu(capsys, monkeypatch, simt_lib, tmp_path):
+    monkeypatch.setenv("COLI_CUDA_LIB", str(simt_lib))
+    file = tmp_path / "report.json"
+    out = doctor(capsys, "--json", file)
+    report = json.loads(file.read_text())
+    assert report["libcoli_cuda"]["path"] == str(simt_lib)
+    assert report["libcoli_cuda"]["version"] == pycoli.__version__
+    assert all(report["entry_points"].values())
+    assert report["features"]["e8"] is None
+    assert "int3-g64" in report["features"]["int3-g64"]
+    assert [device["name"] for device in report["devices"]] == ["cuda:0", "cuda:1"]
+    assert all(0 < device["free_bytes"] <= device["total_bytes"] for device in report["devices"])
+    assert report["why_no_device"] is None
+    assert "GiB free" in out
+    assert "no GPU is used" not in out
+
+
+def test_with_a_gpu_library_from_before_e8(capsys, monkeypatch, build_dir):
+    monkeypatch.setenv("COLI_CUDA_LIB", str(build_dir / "tests" / "stubs" / "stub_old.so"))
+    report = json.loads(doctor(capsys, "--json"))
+    assert report["libcoli_cuda"]["version"] is None
+    assert report["entry_points"]["coli_cuda_matmul"] is True
+    assert report["entry_points"]["coli_cuda_e8_set_grid"] is False
+    assert report["features"]["int8"] is None
+    assert "coli_cuda_e8_set_grid" in report["features"]["e8"]
+    out = doctor(capsys)
+    assert "version unknown: an older library" in out
+    missing = out.partition("missing: ")[2].partition("features")[0].replace(",", " ").split()
+    assert missing == [name for name, resolved in report["entry_points"].items() if not resolved]
+
+
+@pytest.mark.parametrize("name", ["stub_future", "stub_empty"])
+def test_with_libraries_that_do_not_do(capsys, monkeypatch, build_dir, name):
+    monkeypatch.setenv("COLI_CUDA_LIB", str(build_dir / "tests" / "stubs" / f"{name}.so"))
+    out = doctor(capsys)
+    assert "not loaded: " in out
+    assert "no GPU is used: no GPU library is loaded" in out
+
+
+def test_instruction_set_of_choice_survives(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLI_CUDA_LIB", str(tmp_path / "absent.so"))
+    before = pycoli.cpu.isa()
+    doctor(capsys)
+    assert pycoli.cpu.isa() == before
+
+
+@pytest.mark.parametrize("content", [b"", b"not a library"])
+def test_a_file_that_is_no_library(capsys, monkeypatch, tmp_path, content):
+    file = tmp_path / "libcoli_cuda.so"
+    file.write_bytes(content)
+    monkeypatch.setenv("COLI_CUDA_LIB", str(file))
+    assert "not loaded: " in doctor(capsys)

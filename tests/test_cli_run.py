@@ -1,0 +1,358 @@
+"""``pycoli run``: on the sample, on other checkpoints, on the simulated GPU, and with input that cannot be used."""
+
+import fcntl
+import importlib.resources
+import json
+import os
+import struct
+import subprocess
+import sys
+import termios
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import pycoli
+from pycoli.cli import main
+
+HIDDEN, INNER = 32, 24
+FORMATS = [fmt.name for fmt in pycoli.formats() if fmt.can_encode]
+
+
+@pytest.fixture
+def no_gpu(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLI_CUDA_LIB", str(tmp_path / "libcoli_cuda_absent.so"))
+
+
+@pytest.fixture
+def simulated_gpu(monkeypatch, simt_lib):
+    monkeypatch.setenv("COLI_CUDA_LIB", str(simt_lib))
+
+
+def layer_tensors(count, layer=3):
+    """A layer of small random experts in bfloat16, under Qwen-MoE's names."""
+    generator = np.random.default_rng(5)
+    shapes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+    return {
+        f"model.layers.{layer}.mlp.experts.{number}.{matrix}.weight": (
+            generator.standard_normal(shape) / np.sqrt(shape[1])
+        ).astype(ml_dtypes.bfloat16)
+        for number in range(count)
+        for matrix, shape in shapes.items()
+    }
+
+
+def write_checkpoint(folder, tensors, **config):
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = {"model_type": "qwen3_moe", "hidden_act": "silu", "hidden_size": HIDDEN} | config
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return write_checkpoint(tmp_path / "model", layer_tensors(4))
+
+
+def run(capsys, *arguments):
+    """Exit code, output and errors of ``pycoli run``."""
+    code = main(["run", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def run_json(capsys, *arguments):
+    """Exit code and report of ``pycoli run ... --json``."""
+    code, out, _ = run(capsys, *arguments, "--json")
+    return code, json.loads(out)
+
+
+# The sample
+
+
+def test_sample_on_the_cpu(capsys, no_gpu):
+    code, out, err = run(capsys)
+    assert code == 0
+    assert err == ""
+    assert "layer 1 of the sample (olmoe), experts 0-3, each 512 -> 256 -> 512, format e8" in out
+    assert "64 rows: recorded inputs of layer 1" in out
+    assert "libcoli_cuda_absent.so" in out  # why no GPU is used
+    assert out.splitlines()[-1].startswith("right: the largest error is ")
+    assert max(map(len, out.splitlines()[4:])) <= 100
+
+
+def test_sample_reports_the_measured_values(capsys, no_gpu):
+    code, report = run_json(capsys)
+    assert code == 0
+    assert report["right"] is True
+    assert report["device"] == "cpu"
+    assert (report["rows"], report["rows_per_call"]) == (64, 16)
+    assert [expert["expert"] for expert in report["experts"]] == [0, 1, 2, 3]
+    # Rows are padded to whole super-blocks of 98 bytes for 256 weights; 512 and 256 columns need none.
+    nbytes = 3 * 512 * 256 * 98 // 256
+    for expert in report["experts"]:
+        assert expert["bytes"] == nbytes
+        assert expert["bits_per_weight"] == 3.0625
+        assert 0 < expert["error_against_decoded"]["cpu"] < 3e-6
+        assert 0.1 < expert["error_against_original"] < 0.5
+        assert expert["seconds_per_call"]["cpu"] > 0
+    assert report["total"]["bytes"] == 4 * nbytes
+    assert report["total"]["seconds_per_call"]["cpu"] == pytest.approx(
+        sum(expert["seconds_per_call"]["cpu"] for expert in report["experts"])
+    )
+
+
+def test_sample_from_the_shell(tmp_path):
+    environment = os.environ | {"COLI_CUDA_LIB": str(tmp_path / "absent.so")}
+    command = [sys.executable, "-m", "pycoli", "run", "--experts", "2", "--tokens", "5"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # no progress bar where there is no terminal
+    assert "experts 2, each" in done.stdout
+    assert "5 rows" in done.stdout
+
+
+def test_progress_bar_on_a_terminal(tmp_path):
+    environment = os.environ | {"COLI_CUDA_LIB": str(tmp_path / "absent.so"), "TERM": "xterm"}
+    terminal, end = os.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-m", "pycoli", "run", "--experts", "2", "--tokens", "1"]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=end, timeout=120)
+    os.close(end)
+    shown = os.read(terminal, 4096).decode()
+    os.close(terminal)
+    assert done.returncode == 0
+    assert "encode e8:   0%" in shown
+    assert b"encode" not in done.stdout
+
+
+def test_sample_on_the_simulated_gpu(capsys, simulated_gpu):
+    code, report = run_json(capsys, "--experts", "1", "--tokens", "2")
+    assert code == 0
+    assert report["device"] == "cuda:0"
+    expert = report["experts"][0]
+    assert set(expert["error_against_decoded"]) == set(expert["seconds_per_call"]) == {"cuda:0", "cpu"}
+    assert all(0 < error < 3e-6 for error in expert["error_against_decoded"].values())
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS, "int4-g16"])
+def test_formats_on_the_cpu(capsys, no_gpu, checkpoint, fmt):
+    code, report = run_json(capsys, checkpoint, "--format", fmt)
+    assert code == 0
+    assert report["layer"] == 3
+    assert report["format"] == fmt
+    assert report["activations"] == "Gaussian random rows (seed 0), not real activations"
+    assert len(report["experts"]) == 4
+    if fmt == "f32":
+        assert report["total"]["error_against_original"] < 3e-6
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_formats_on_the_simulated_gpu(capsys, simulated_gpu, checkpoint, fmt):
+    code, report = run_json(capsys, checkpoint, "--format", fmt, "--experts", "0-1", "--tokens", "3")
+    assert code == 0
+    if fmt == "int3-g64":
+        assert report["device"] == "cpu"
+        assert "int3-g64" in report["why"]
+    else:
+        assert report["device"] == "cuda:0"
+
+
+def test_a_gpu_library_from_before_e8(capsys, monkeypatch, build_dir, checkpoint):
+    monkeypatch.setenv("COLI_CUDA_LIB", str(build_dir / "tests" / "stubs" / "stub_old.so"))
+    code, report = run_json(capsys, checkpoint, "--format", "int8")
+    assert (code, report["device"]) == (0, "cuda:0")
+    code, report = run_json(capsys, checkpoint, "--format", "e8")
+    assert (code, report["device"]) == (0, "cpu")
+    assert "coli_cuda_e8_set_grid" in report["why"]
+
+
+def test_device_of_choice(capsys, simulated_gpu, checkpoint):
+    for device in ("cpu", "cuda:1"):
+        code, report = run_json(capsys, checkpoint, "--device", device, "--experts", "0", "--tokens", "1")
+        assert code == 0
+        assert report["device"] == device
+
+
+def test_experts_layers_and_seeds(capsys, no_gpu, tmp_path):
+    folder = write_checkpoint(tmp_path / "model", layer_tensors(8) | layer_tensors(8, layer=5))
+    code, report = run_json(capsys, folder, "--experts", "6,0-2,1")
+    assert code == 0
+    assert (report["layer"], [expert["expert"] for expert in report["experts"]]) == (3, [0, 1, 2, 6])
+    errors = []
+    for seed in (0, 0, 1):
+        code, report = run_json(capsys, folder, "--layer", "5", "--experts", "0", "--seed", seed)
+        assert (code, report["layer"]) == (0, 5)
+        errors.append(report["total"]["error_against_original"])
+    assert errors[0] == errors[1] != errors[2]
+
+
+def test_json_file_beside_the_text(capsys, no_gpu, checkpoint, tmp_path):
+    file = tmp_path / "report.json"
+    code, out, _ = run(capsys, checkpoint, "--json", file)
+    assert code == 0
+    assert "right: the largest error" in out
+    assert json.loads(file.read_text())["right"] is True
+
+
+def test_the_checkpoint_that_the_sample_is_from(capsys, no_gpu, shared):
+    folder = shared / "models" / "tiny-olmoe"
+    arguments = [folder, "--layer", "1", "--experts", "0-3", "--activations", folder / "moe_io.safetensors"]
+    reports = [run_json(capsys, *arguments)[1], run_json(capsys)[1]]
+    errors = [[expert["error_against_original"] for expert in report["experts"]] for report in reports]
+    assert errors[0] == errors[1]
+    code, report = run_json(capsys, folder, "--layer", "3", "--experts", "15", "--format", "int8")
+    assert code == 0
+    assert report["experts"][0]["error_against_original"] < 0.02
+
+
+# Activations
+
+
+def test_activations_from_files(capsys, no_gpu, checkpoint, tmp_path):
+    rows = np.random.default_rng(2).standard_normal((5, HIDDEN)).astype(np.float32)
+    np.save(tmp_path / "rows.npy", rows.astype(np.float64))
+    save_file({"layer3.x": rows, "layer4.x": rows[:1]}, tmp_path / "recorded.safetensors")
+    save_file({"rows": rows.astype(ml_dtypes.bfloat16), "other": rows[0]}, tmp_path / "one.safetensors")
+    save_file({"a": rows, "b": rows[:2]}, tmp_path / "two.safetensors")
+    reports = {}
+    for argument in ("rows.npy", "recorded.safetensors", "one.safetensors", "two.safetensors:a"):
+        code, report = run_json(capsys, checkpoint, "--experts", "0", "--activations", tmp_path / argument)
+        assert (code, report["rows"]) == (0, 5)
+        assert argument.partition(":")[0] in report["activations"]
+        reports[argument] = report["total"]["error_against_original"]
+    assert reports["rows.npy"] == reports["recorded.safetensors"] == reports["two.safetensors:a"]
+    assert reports["rows.npy"] != reports["one.safetensors"]  # rounded to bfloat16
+    code, _, err = run(capsys, checkpoint, "--activations", tmp_path / "two.safetensors")
+    assert code == 2
+    assert "expected layer3.x or one tensor of shape [tokens, 32], got 2 such tensors among a, b" in err
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (np.zeros((2, HIDDEN + 1), np.float32), "expected shape [tokens, 32], got [2, 33]"),
+        (np.zeros((0, HIDDEN), np.float32), "expected shape [tokens, 32], got [0, 32]"),
+        (np.zeros(HIDDEN, np.float32), "expected shape [tokens, 32], got [32]"),
+        (np.zeros((2, HIDDEN), np.int32), "expected a .npy file of floating-point rows, got int32"),
+        (np.full((2, HIDDEN), np.nan, np.float32), "expected finite numbers"),
+        (np.full((2, HIDDEN), 1e300), "expected finite numbers"),
+        (np.array([{"a": 1}], object), "expected a .npy file of plain numbers"),
+    ],
+)
+def test_activations_that_do_not_fit(capsys, no_gpu, checkpoint, tmp_path, rows, message):
+    np.save(tmp_path / "rows.npy", rows, allow_pickle=True)
+    code, out, err = run(capsys, checkpoint, "--activations", tmp_path / "rows.npy")
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+# Input that cannot be used
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--format", "e9"], "e9"),
+        (["--experts", "4"], "--experts: expected experts from 0 to 3, got 4"),
+        (["--experts", "2-1"], "--experts: expected experts from 0 to 3, got 2-1"),
+        (["--experts", "one"], "--experts: expected numbers and ranges such as 0,3,5-7 or all, got 'one'"),
+        (["--layer", "2"], "layers with routed experts are 1, got layer 2"),
+        (["--device", "gpu"], "--device: expected auto, cpu or cuda:N, got 'gpu'"),
+        (["--device", "cuda:0"], "--device cuda:0: "),
+        (["--tokens", "65"], "--tokens: recorded inputs of layer 1 hold 64 rows, got 65"),
+        (["--activations", "absent.npy"], "absent.npy: No such file"),
+        (["absent"], "absent: no such file or folder"),
+    ],
+)
+def test_bad_arguments(capsys, no_gpu, arguments, message):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("pycoli run: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["walk"], ["run", "--tokens", "0"], ["run", "--seed", "-1"], ["run", "a", "b"]]
+)
+def test_usage(capsys, arguments):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert "usage: pycoli" in capsys.readouterr().err
+
+
+def test_devices_that_are_not_there(capsys, simulated_gpu, checkpoint):
+    code, out, err = run(capsys, checkpoint, "--device", "cuda:9")
+    assert (code, out) == (2, "")
+    assert "cuda:9" in err
+    code, out, err = run(capsys, checkpoint, "--device", "cuda:0", "--format", "int3-g64")
+    assert (code, out) == (2, "")
+    assert "int3-g64" in err
+
+
+def test_damaged_checkpoint(capsys, no_gpu, checkpoint):
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    code, out, err = run(capsys, checkpoint)
+    assert (code, out) == (2, "")
+    assert "model.safetensors: not a readable safetensors file" in err
+
+
+def test_weights_that_are_not_finite(capsys, no_gpu, tmp_path):
+    tensors = layer_tensors(2)
+    tensors["model.layers.3.mlp.experts.1.up_proj.weight"][4, 7] = np.nan
+    code, out, err = run(capsys, write_checkpoint(tmp_path / "model", tensors))
+    assert (code, out) == (2, "")
+    assert "expert 1, up matrix" in err
+
+
+def test_experts_with_another_activation(capsys, no_gpu, tmp_path):
+    folder = write_checkpoint(tmp_path / "model", layer_tensors(2), hidden_act="gelu")
+    code, _, err = run(capsys, folder)
+    assert code == 2
+    assert "activation silu, got gelu" in err
+
+
+# Results that are wrong
+
+
+@pytest.mark.parametrize("offset", [1e-5, np.nan, np.inf])
+def test_wrong_result(capsys, no_gpu, monkeypatch, checkpoint, offset):
+    right = pycoli.Expert.__call__
+    monkeypatch.setattr(pycoli.Expert, "__call__", lambda self, x: right(self, x) * np.float32(1 + offset))
+    code, report = run_json(capsys, checkpoint)
+    assert code == 1
+    assert report["right"] is False
+    assert len(report["wrong"]) >= 4
+    code, out, _ = run(capsys, checkpoint)
+    assert code == 1
+    assert "WRONG: expert 3 on cpu: error" in out
+    assert "right:" not in out
+
+
+def test_encoding_that_has_nothing_to_do_with_the_weights(capsys, no_gpu, monkeypatch, checkpoint):
+    encode = pycoli.encode
+    monkeypatch.setattr(pycoli, "encode", lambda w, fmt: encode(-w if w.shape == (HIDDEN, INNER) else w, fmt))
+    code, out, _ = run(capsys, checkpoint)
+    assert code == 1
+    assert "no better than zeros" in out
+
+
+def test_device_that_fails(capsys, simulated_gpu, monkeypatch, checkpoint):
+    monkeypatch.setenv("COLI_GPU_FAIL_AFTER", "0")
+    code, out, err = run(capsys, checkpoint)
+    assert (code, out) == (1, "")
+    assert "COLI_GPU_FAIL_AFTER" in err
+
+
+def test_the_sample_is_small():
+    sample = importlib.resources.files("pycoli") / "data" / "sample.safetensors"
+    assert len(sample.read_bytes()) < 3_500_000
