@@ -65,6 +65,14 @@ bool read_e8(const ColiCudaTensor &tensor, uint8_t *blocks) {
     });
 }
 
+/* Kernels read whole lanes and mask what lies past the end of a row: give that memory a value once. */
+bool clear_padding(const ColiCudaTensor &tensor) {
+    const size_t row_bytes = coli_geometry_row_bytes(tensor.format, tensor.I);
+    if (tensor.format == COLI_E8 || row_bytes == row_pitch(tensor.format, tensor.I)) return true;
+    return succeeded(cudaMemsetAsync(tensor.memory, 0, tensor.scales_offset, tensor.context->stream),
+                     "clearing the padding of a matrix [%d, %d]", tensor.O, tensor.I);
+}
+
 bool write_rows(const ColiCudaTensor &tensor, const void *weights) {
     const size_t row_bytes = coli_geometry_row_bytes(tensor.format, tensor.I);
     return succeeded(cudaMemcpy2DAsync(tensor.memory, row_pitch(tensor.format, tensor.I), weights, row_bytes, row_bytes,
@@ -111,7 +119,7 @@ ColiCudaTensor *tensor_create(Context &context, const void *weights, const void 
     const bool done =
         succeeded(cudaMalloc(reinterpret_cast<void **>(&tensor->memory), tensor->device_bytes),
                   "allocating %zu bytes on device %d for a matrix [%d, %d]", tensor->device_bytes, context.device, O, I) &&
-        tensor_write(*tensor, weights, scales);
+        clear_padding(*tensor) && tensor_write(*tensor, weights, scales);
     if (done) {
         link_into_context(*tensor);
         return tensor;

@@ -79,6 +79,7 @@ class DeviceMemory:
             self._check("cudaMemcpy", *arguments, _ANY_DIRECTION)
         else:
             self._check("cuMemcpy", *arguments)
+        self.synchronize(None)  # a copy from pageable memory may return before it has arrived
 
     def allocate(self, count):
         """Address of so many bytes."""

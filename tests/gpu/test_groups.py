@@ -98,9 +98,9 @@ def test_rotation_blocks_above_4096(gpu, rng, hidden):
 def test_glm_sized_group(gpu, rng, simulator, formats):
     if simulator:
         pytest.skip("takes too long on the simulator")
-    experts = [random_expert(rng, 6144, 2048, formats) for _ in range(3)]
+    experts = [random_expert(rng, 6144, 2048, formats) for _ in range(2)]
     tensors = [gpu.upload_expert(expert) for expert in experts]
-    for rows in ([1, 1, 1], [4, 1, 16], [64, 3, 20]):
+    for rows in ([1, 16], [64, 3]):
         x = gaussian(rng, sum(rows), 6144)
         error = oracle.relative_rms(gpu.group(tensors, rows, x), expected(experts, rows, x))
         assert error <= (EXACT if max(rows) <= 16 else MANY_ROWS)

@@ -149,6 +149,9 @@ using cudaGraphExec_t = struct CUgraphExec_st *;
 #define cudaHostAllocMapped 0x02
 #define cudaHostAllocWriteCombined 0x04
 
+/* A shared library with the model in it shows these functions: tests use them beside the library's own, on the same
+ * devices. */
+#pragma GCC visibility push(default)
 extern "C" {
 cudaError_t cudaGetLastError();
 cudaError_t cudaPeekAtLastError();
@@ -206,8 +209,7 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable);
 
 cudaError_t cudaFuncSetAttribute(const void *function, cudaFuncAttribute attribute, int value);
 
-/* For tests; the only names here that a shared library shows. */
-#pragma GCC visibility push(default)
+/* For tests. */
 
 /* The nth next call of the runtime function `name` fails, nth = 1 being the next; a kernel launch is called "launch", and
  * "*" counts calls of any. nth = 0 takes the order back ("*": all orders). A failed call does nothing. */
@@ -220,9 +222,8 @@ size_t simt_call_count(const char *name);
 size_t simt_live_allocations(void);
 size_t simt_live_bytes(int device);
 size_t simt_live_handles(void);
-
-#pragma GCC visibility pop
 }
+#pragma GCC visibility pop
 
 template <class T> cudaError_t cudaMalloc(T **memory, size_t bytes) {
     return cudaMalloc((void **)memory, bytes);

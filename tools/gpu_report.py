@@ -1,0 +1,104 @@
+"""Run the tests and compute-sanitizer on a real GPU and write what came out as a Markdown report.
+
+    python tools/gpu_report.py docs/gpu-report.md --commit REVISION
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from importlib import resources
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SANITIZERS = ("memcheck", "synccheck", "initcheck", "racecheck")
+
+
+def gpu_lines() -> list[str]:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
+
+
+def source_hash() -> str:
+    """SHA-256 over the names and contents of libcoli/."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "libcoli").rglob("*")):
+        if path.is_file():
+            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def run_tests(arguments: list[str]) -> tuple[str, bool]:
+    """A line of counts, and whether all is well."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-P", "-m", "pytest", "-m", "gpu", "-q", f"--junitxml={report}", *arguments]
+        started = time.monotonic()
+        result = subprocess.run(command, cwd=ROOT)
+        seconds = time.monotonic() - started
+        suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
+    count = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
+    passed = count["tests"] - count["failures"] - count["errors"] - count["skipped"]
+    reasons = sorted({case.get("message") for case in suite.iter("skipped")})
+    line = f"{passed} passed, {count['failures'] + count['errors']} failed, {count['skipped']} skipped in {seconds:.0f} s"
+    return line + "".join(f"\n  - skipped: {reason}" for reason in reasons), result.returncode == 0
+
+
+def run_sanitizer(tool: str, library: Path) -> tuple[str, bool]:
+    workload = ROOT / "tests" / "gpu" / "workload.py"
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99", sys.executable, workload, library]
+    started = time.monotonic()
+    result = subprocess.run(command, capture_output=True, text=True)
+    seconds = time.monotonic() - started
+    output = result.stdout + result.stderr
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", output)
+    well = result.returncode == 0 and "all results are right" in output
+    if not well:
+        print(output[-4000:], file=sys.stderr)
+    return f"{summary[-1] if summary else 'no summary'}, exit code {result.returncode}, {seconds:.0f} s", well
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--commit", required=True, help="the revision that is tested")
+    parser.add_argument("pytest_arguments", nargs="*", help="passed on to pytest")
+    options = parser.parse_args()
+
+    library = Path(str(resources.files("pycoli") / "libcoli_cuda.so"))
+    tests, well = run_tests(options.pytest_arguments)
+    lines = [
+        "# GPU report",
+        "",
+        "Written by `python tools/gpu_report.py`. The tests are those of `pytest -m gpu`; the sanitizers run every kernel on",
+        "small odd shapes (`tests/gpu/workload.py`) and check the results.",
+        "",
+        *(f"- GPU {index}: {line}" for index, line in enumerate(gpu_lines())),
+        f"- date: {datetime.date.today()}",
+        f"- commit: {options.commit}",
+        f"- SHA-256 of `libcoli/`: `{source_hash()}`",
+        f"- tests: {tests}",
+    ]
+    for tool in SANITIZERS:
+        line, tool_well = run_sanitizer(tool, library)
+        lines.append(f"- compute-sanitizer {tool}: {line}")
+        well = well and tool_well
+    lines += [
+        "",
+        "racecheck looks at shared memory. It judges ordering by block and warp barriers, which is all that these kernels use; it",
+        "would say nothing about ordering by mbarriers or between blocks.",
+    ]
+    options.output.write_text("\n".join(lines) + "\n")
+    print(options.output.read_text())
+    return 0 if well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
