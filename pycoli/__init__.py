@@ -9,6 +9,11 @@
 Activations are plain float32 everywhere; what a format needs rotated is rotated here.
 """
 
+from pkgutil import extend_path
+
+# In a checkout, the folder of this file hides the installed package, which alone has the libraries: look there too.
+__path__ = extend_path(__path__, __name__)
+
 from . import cpu
 from .backend import Backend, open_backend
 from .device import Device, Tensor

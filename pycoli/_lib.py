@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import resources
+from pathlib import Path
 
 from . import errors
 from ._bindings import ffi
@@ -14,7 +15,9 @@ _FILE_NAMES = {"win32": "{}.dll", "darwin": "lib{}.dylib"}
 
 def packaged_library(name: str) -> str:
     """Where "coli" or "coli_cuda" is when it was installed with the package; in an editable install, in the build."""
-    return str(resources.files("pycoli") / _FILE_NAMES.get(sys.platform, "lib{}.so").format(name))
+    file = _FILE_NAMES.get(sys.platform, "lib{}.so").format(name)
+    folders = [resources.files(__package__), *map(Path, sys.modules[__package__].__path__)]
+    return str(next((folder / file for folder in folders if (folder / file).is_file()), folders[0] / file))
 
 
 def _load(path: str):

@@ -14,16 +14,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def _compile(build: Path, *options: str) -> Path:
+def _compile(build: Path, *options: str, targets: tuple[str, ...] = ()) -> Path:
     """Set up and compile a Meson build with the tests' own targets; several test processes may ask for it at once."""
     build.parent.mkdir(parents=True, exist_ok=True)
     with open(build.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         meson = [sys.executable, "-m", "mesonbuild.mesonmain"]
         if not (build / "build.ninja").exists():
-            setup = [*meson, "setup", str(build), str(ROOT), "-Dcuda=disabled", "-Dtests=true", "-Dwerror=true", *options]
-            _run(setup)
-        _run([*meson, "compile", "-C", str(build)])
+            fixed = ["-Dcuda=disabled", "-Dtests=true", "-Dwerror=true"]
+            _run([*meson, "setup", str(build), str(ROOT), *fixed, *options])
+        _run([*meson, "compile", "-C", str(build), *targets])
     return build
 
 
@@ -42,15 +42,21 @@ def build_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def compile_variant():
-    """A function (name, *meson options) -> build folder, for builds with other options, such as sanitizers."""
-    return lambda name, *options: _compile(ROOT / "build" / name, *options)
-
-
-@pytest.fixture(scope="session")
 def simt_lib(build_dir: Path) -> Path:
     """The GPU backend compiled for the CPU."""
     return build_dir / "tests" / "simt" / "libcoli_cuda_simt.so"
+
+
+@pytest.fixture(scope="session")
+def sanitized_simt_lib():
+    """A function (sanitizers, comma-separated) -> the GPU backend compiled for the CPU with them."""
+
+    def build(sanitizers: str) -> Path:
+        options = [f"-Dsimt_sanitize={sanitizers}", "-Dbuildtype=debugoptimized"]
+        folder = ROOT / "build" / f"tests-{sanitizers.replace(',', '-')}"
+        return _compile(folder, *options, targets=("coli_cuda_simt",)) / "tests" / "simt" / "libcoli_cuda_simt.so"
+
+    return build
 
 
 @pytest.fixture(scope="session")

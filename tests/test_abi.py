@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ def installed_gpu_library() -> Path:
     """The real GPU library: the one in the installed package, or the one that COLI_CUDA_LIB names."""
     if "COLI_CUDA_LIB" in os.environ:
         return Path(os.environ["COLI_CUDA_LIB"])
-    path = Path(str(resources.files(pytest.importorskip("pycoli")) / "libcoli_cuda.so"))
+    path = Path(pytest.importorskip("pycoli._lib").packaged_library("coli_cuda"))
     if not path.exists():
         pytest.skip(f"no GPU library at {path}")
     return path

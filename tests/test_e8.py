@@ -101,7 +101,7 @@ def test_gaussian_error(record_property):
     w = np.random.default_rng(1).standard_normal((384, 2048)).astype(np.float32)
     decoded = pycoli.encode(w, "e8", rotate=False).decode(stored=True)
     nmse = oracle.relative_rms(decoded, w) ** 2
-    record_property("nmse", nmse)
+    record_property("nmse", float(nmse))
     assert nmse <= 0.0381
 
 

@@ -3,9 +3,11 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
+
+ROOT = Path(__file__).resolve().parent.parent
 
 README = (ROOT / "README.md").read_text()
 

@@ -1,7 +1,8 @@
-"""Find an nvcc that can build this project and print four lines: nvcc, its version, its include folder, its library folder.
+"""Find an nvcc that can build this project; print its path, version, include folder and library folder, a line each.
 
 $NVCC is taken alone where it is set. Otherwise, in this order: the CUDA wheels that this interpreter sees (pip's
-cuda-toolkit[nvcc,cccl]); $CUDA_HOME and $CUDA_PATH; PATH; /usr/local/cuda. Exit code 1 with one line per candidate on stderr when none will do.
+cuda-toolkit[nvcc,cccl]); $CUDA_HOME and $CUDA_PATH; PATH; /usr/local/cuda. Exit code 1, with one line per candidate on
+stderr, when none will do.
 """
 
 from __future__ import annotations

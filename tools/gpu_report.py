@@ -1,6 +1,6 @@
 """Run the tests and compute-sanitizer on a real GPU and write what came out as a Markdown report.
 
-    python tools/gpu_report.py docs/gpu-report.md --commit REVISION
+python tools/gpu_report.py docs/gpu-report.md --commit REVISION
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from importlib import resources
 from pathlib import Path
+
+from pycoli._lib import packaged_library
 
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZERS = ("memcheck", "synccheck", "initcheck", "racecheck")
@@ -47,7 +48,8 @@ def run_tests(arguments: list[str]) -> tuple[str, bool]:
     count = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
     passed = count["tests"] - count["failures"] - count["errors"] - count["skipped"]
     reasons = sorted({case.get("message") for case in suite.iter("skipped")})
-    line = f"{passed} passed, {count['failures'] + count['errors']} failed, {count['skipped']} skipped in {seconds:.0f} s"
+    failed = count["failures"] + count["errors"]
+    line = f"{passed} passed, {failed} failed, {count['skipped']} skipped in {seconds:.0f} s"
     return line + "".join(f"\n  - skipped: {reason}" for reason in reasons), result.returncode == 0
 
 
@@ -72,13 +74,13 @@ def main() -> int:
     parser.add_argument("pytest_arguments", nargs="*", help="passed on to pytest")
     options = parser.parse_args()
 
-    library = Path(str(resources.files("pycoli") / "libcoli_cuda.so"))
+    library = Path(packaged_library("coli_cuda"))
     tests, well = run_tests(options.pytest_arguments)
     lines = [
         "# GPU report",
         "",
-        "Written by `python tools/gpu_report.py`. The tests are those of `pytest -m gpu`; the sanitizers run every kernel on",
-        "small odd shapes (`tests/gpu/workload.py`) and check the results.",
+        "Written by `python tools/gpu_report.py`. The tests are those of `pytest -m gpu`; the sanitizers run every",
+        "kernel on small odd shapes (`tests/gpu/workload.py`) and check the results.",
         "",
         *(f"- GPU {index}: {line}" for index, line in enumerate(gpu_lines())),
         f"- date: {datetime.date.today()}",
@@ -92,8 +94,8 @@ def main() -> int:
         well = well and tool_well
     lines += [
         "",
-        "racecheck looks at shared memory. It judges ordering by block and warp barriers, which is all that these kernels use; it",
-        "would say nothing about ordering by mbarriers or between blocks.",
+        "racecheck looks at shared memory. It judges ordering by block and warp barriers, which is all these",
+        "kernels use; it would say nothing about ordering by mbarriers or between blocks.",
     ]
     options.output.write_text("\n".join(lines) + "\n")
     print(options.output.read_text())

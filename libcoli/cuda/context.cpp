@@ -71,7 +71,7 @@ bool DeviceBuffer::reserve(size_t bytes, const char *purpose) {
 }
 
 void DeviceBuffer::release() {
-    if (memory_) (void)cudaFree(memory_);
+    if (memory_) ignore(cudaFree(memory_));
     memory_ = nullptr;
     bytes_ = 0;
 }
@@ -86,7 +86,7 @@ bool PinnedBuffer::reserve(size_t bytes, const char *purpose) {
 }
 
 void PinnedBuffer::release() {
-    if (memory_) (void)cudaFreeHost(memory_);
+    if (memory_) ignore(cudaFreeHost(memory_));
     memory_ = nullptr;
     bytes_ = 0;
 }
@@ -102,12 +102,14 @@ void CallBuffers::release() {
 /*------   One device   ------*/
 
 CurrentDevice::CurrentDevice(int device) {
-    changed_ = cudaGetDevice(&previous_) != cudaSuccess || previous_ != device;
-    if (changed_) (void)cudaSetDevice(device);
+    const cudaError_t known = cudaGetDevice(&previous_);
+    ignore(known);
+    changed_ = known != cudaSuccess || previous_ != device;
+    if (changed_) ignore(cudaSetDevice(device));
 }
 
 CurrentDevice::~CurrentDevice() {
-    if (changed_ && previous_ >= 0) (void)cudaSetDevice(previous_);
+    if (changed_ && previous_ >= 0) ignore(cudaSetDevice(previous_));
 }
 
 bool Context::open(int ordinal) {
@@ -130,14 +132,14 @@ bool Context::open(int ordinal) {
 Context::~Context() {
     if (device < 0) return;
     CurrentDevice current(device);
-    (void)cudaDeviceSynchronize();
+    ignore(cudaDeviceSynchronize());
     while (tensors) tensor_orphan(*tensors);
     synchronous.release();
     issued.release();
     staging.release();
-    if (tables) (void)cudaFree(tables);
-    if (issued_done) (void)cudaEventDestroy(issued_done);
-    if (stream) (void)cudaStreamDestroy(stream);
+    if (tables) ignore(cudaFree(tables));
+    if (issued_done) ignore(cudaEventDestroy(issued_done));
+    if (stream) ignore(cudaStreamDestroy(stream));
 }
 
 bool Context::wait_for_readers() {

@@ -73,8 +73,8 @@ bool count_visible_devices(int *count) {
     (void)cudaGetLastError();
     *count = 0;
     int driver = 0, runtime = 0;
-    (void)cudaDriverGetVersion(&driver);
-    (void)cudaRuntimeGetVersion(&runtime);
+    ignore(cudaDriverGetVersion(&driver));
+    ignore(cudaRuntimeGetVersion(&runtime));
     if (result == cudaErrorInsufficientDriver && driver == 0)
         return fail(COLI_E_NO_DEVICE, "no device: no NVIDIA driver is installed");
     if (result == cudaErrorInsufficientDriver) {

@@ -14,6 +14,11 @@ __attribute__((format(printf, 2, 3))) bool fail(coli_status status, const char *
  * with `what`, the runtime's name and text of the error, and what to do where that is known. */
 __attribute__((format(printf, 2, 3))) bool succeeded(cudaError_t result, const char *what, ...);
 
+/* For calls whose failure changes nothing, such as those that clean up: keeps it from tainting the next check. */
+inline void ignore(cudaError_t result) {
+    if (result != cudaSuccess) (void)cudaGetLastError();
+}
+
 /* Visible devices; false with the reason (no driver, driver too old, no GPU) when there are none. */
 bool count_visible_devices(int *count);
 

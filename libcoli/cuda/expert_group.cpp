@@ -24,22 +24,23 @@ bool profiling() {
 class GroupTimer {
   public:
     explicit GroupTimer(Context &context) : context_(context), active_(profiling()) {
-        for (cudaEvent_t &mark : marks_) active_ = active_ && cudaEventCreate(&mark) == cudaSuccess;
+        for (cudaEvent_t &mark : marks_) attempt(active_ ? cudaEventCreate(&mark) : cudaSuccess);
     }
     ~GroupTimer() {
         for (cudaEvent_t mark : marks_) {
-            if (mark) (void)cudaEventDestroy(mark);
+            if (mark) ignore(cudaEventDestroy(mark));
         }
     }
     void mark(int index) {
-        if (active_) active_ = cudaEventRecord(marks_[index], context_.stream) == cudaSuccess;
+        if (active_) attempt(cudaEventRecord(marks_[index], context_.stream));
     }
     /* After the stream was waited for. */
     void count() {
+        if (!active_) return;
         float h2d = 0, kernel = 0, d2h = 0;
-        active_ = active_ && cudaEventElapsedTime(&h2d, marks_[0], marks_[1]) == cudaSuccess &&
-                  cudaEventElapsedTime(&kernel, marks_[1], marks_[2]) == cudaSuccess &&
-                  cudaEventElapsedTime(&d2h, marks_[2], marks_[3]) == cudaSuccess;
+        attempt(cudaEventElapsedTime(&h2d, marks_[0], marks_[1]));
+        attempt(cudaEventElapsedTime(&kernel, marks_[1], marks_[2]));
+        attempt(cudaEventElapsedTime(&d2h, marks_[2], marks_[3]));
         if (!active_) return;
         std::lock_guard<std::mutex> lock(context_.counters->times_mutex);
         context_.counters->h2d_ms += h2d;
@@ -48,6 +49,12 @@ class GroupTimer {
     }
 
   private:
+    /* Times are a courtesy: where they cannot be had, the group goes on without. */
+    void attempt(cudaError_t result) {
+        ignore(result);
+        active_ = active_ && result == cudaSuccess;
+    }
+
     Context &context_;
     bool active_;
     cudaEvent_t marks_[4] = {};
@@ -99,7 +106,7 @@ bool enqueue_group(Context &context, GroupParams &params, CallBuffers &buffers, 
 
 /* After a failure half-way: nothing of the call may still run when its buffers are used again. */
 bool abandon(Context &context) {
-    if (cudaStreamSynchronize(context.stream) != cudaSuccess) (void)cudaGetLastError();
+    ignore(cudaStreamSynchronize(context.stream));
     return false;
 }
 
@@ -140,19 +147,12 @@ void place_workspace(GroupParams *params, int total_rows, void *workspace) {
     params->rotated = params->hidden + workspace_bytes(total_rows, params->H) / 2 / sizeof(float);
 }
 
-void count_group(Context &context, const GroupParams &params, int total_rows) {
-    context.counters->calls++;
-    context.counters->experts += params.count;
-    context.counters->rows += total_rows;
-}
-
 bool run_group(Context &context, GroupParams &params, int total_rows, float *y, const float *x) {
     GroupTimer timer(context);
     if (!enqueue_group(context, params, context.synchronous, total_rows, x, &timer)) return abandon(context);
     COLI_FORWARD(succeeded(cudaStreamSynchronize(context.stream), "running %d expert(s) with %d rows on device %d",
                            params.count, total_rows, context.device));
     memcpy(y, context.synchronous.host_y.floats(), row_bytes(total_rows, params.D));
-    count_group(context, params, total_rows);
     timer.count();
     return true;
 }
@@ -165,7 +165,6 @@ bool issue_group(Context &context, GroupParams &params, int total_rows, const fl
                                   "marking the end of a group on device %d", context.device);
     if (!queued) return abandon(context);
     context.pending = true;
-    count_group(context, params, total_rows);
     return true;
 }
 

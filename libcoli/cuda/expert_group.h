@@ -22,8 +22,6 @@ bool prepare_group(const GroupCall &call, int least_rows, Context **context, Gro
 size_t workspace_bytes(int total_rows, int H);
 void place_workspace(GroupParams *params, int total_rows, void *workspace);
 
-void count_group(Context &context, const GroupParams &params, int total_rows);
-
 /* y = the group's rows of x, both in host memory; waits. The caller holds the device. */
 bool run_group(Context &context, GroupParams &params, int total_rows, float *y, const float *x);
 /* The same in two halves; the rows end in context.issued.host_y. */

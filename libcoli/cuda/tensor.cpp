@@ -124,14 +124,14 @@ ColiCudaTensor *tensor_create(Context &context, const void *weights, const void 
         link_into_context(*tensor);
         return tensor;
     }
-    if (tensor->memory) (void)cudaFree(tensor->memory);
+    if (tensor->memory) ignore(cudaFree(tensor->memory));
     delete tensor;
     return nullptr;
 }
 
 void tensor_orphan(ColiCudaTensor &tensor) {
     unlink_from_context(tensor);
-    (void)cudaFree(tensor.memory);
+    ignore(cudaFree(tensor.memory));
     tensor.memory = nullptr;
     tensor.context = nullptr;
 }

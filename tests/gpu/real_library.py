@@ -2,11 +2,12 @@
 
 import functools
 import os
-from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
 from abi import Gpu
+
+from pycoli._lib import packaged_library
 
 
 class Found(NamedTuple):
@@ -17,7 +18,7 @@ class Found(NamedTuple):
 @functools.cache
 def real_library():
     """The library that COLI_CUDA_LIB names, or the one that is installed with pycoli; or why neither can be tested."""
-    path = Path(os.environ.get("COLI_CUDA_LIB") or str(resources.files("pycoli") / "libcoli_cuda.so"))
+    path = Path(os.environ.get("COLI_CUDA_LIB") or packaged_library("coli_cuda"))
     if not path.exists():
         return Found(None, f"no GPU library at {path}")
     gpu = Gpu(path)

@@ -25,7 +25,7 @@ def test_accuracy(gpu, rng, simulator, record_property, fmt, columns, S):
     x = gaussian(rng, S, columns)
     y = gpu.matmul(gpu.upload(matrix), x, matrix)
     error = oracle.relative_rms(y, x.astype(np.float64) @ matrix.decode().T)
-    record_property("relative_rms", error)
+    record_property("relative_rms", float(error))
     assert error <= EXACT
 
 

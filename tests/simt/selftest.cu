@@ -6,6 +6,7 @@
  * tests/test_simt_selftest.py knows which sanitizer or order of threads must notice which mistake. */
 #include "simt.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -4,12 +4,12 @@
  * thread then runs on a stack of its own (a fiber), the blocks of a grid run one after another, and streams, events, graphs
  * and memory of several devices are modelled closely enough to expose the mistakes that real ones punish:
  *
- *   out-of-bounds and misaligned accesses, bad shifts ... AddressSanitizer and UndefinedBehaviorSanitizer
- *   missing barriers .................................... ThreadSanitizer (every GPU thread is one of its fibers) and
- * SIMT_ORDER divergent barriers and warp collectives ............. reported here, with source line, then abort() use of
- * shared memory before it is written ........... every block starts with shared memory full of 0xff (NaN) device memory
- * touched by the host ................... AddressSanitizer missing synchronisation on the host ................. work on a
- * stream is put off until somebody waits for it
+ * - AddressSanitizer and UndefinedBehaviorSanitizer see accesses out of bounds or misaligned, bad shifts, and device memory
+ *   touched by the host;
+ * - ThreadSanitizer sees missing barriers, every GPU thread being one of its fibers; SIMT_ORDER often shows them too;
+ * - divergent barriers and warp collectives are reported with their source lines, then the process aborts;
+ * - every block starts with shared memory full of 0xff bytes (NaN), so that reading what was not written shows;
+ * - work on a stream is put off until somebody waits for it, so that missing synchronisation shows.
  *
  * What it cannot show: races between blocks, memory ordering, register and shared memory limits, coalescing, speed, inline
  * PTX and the rounding of approximate intrinsics (they are the host's exact functions).
@@ -17,25 +17,21 @@
  * Build: g++ -std=c++17 -ffp-contract=off -fno-strict-aliasing, together with simt_execution.cpp and simt_cuda_runtime.cpp.
  *
  * Environment, read when a kernel starts or a call is made:
- *   SIMT_ORDER=fwd|rev|rand:SEED   order in which threads run between barriers, and blocks in a grid     (fwd)
- *   SIMT_LAX=1                     threads may return while others still use barriers, barriers of different lines may meet
- *   SIMT_STREAMS=lazy|eager        eager: work on a stream runs at once                                  (lazy)
- *   SIMT_DEVICES=N                 number of devices, up to 16                                           (2)
- *   SIMT_DEVICE_MB=N               memory of each device in MiB                                          (4096)
- *   SIMT_MULTIPROCESSORS=N         multiprocessors of each device                                        (4)
- *   SIMT_NO_DEVICE=1               as on a machine with a driver and no GPU
- *   SIMT_FAIL=NAME:N[,NAME:N ...]  as simt_fail_call below, from the start of the process */
+ * - SIMT_ORDER=fwd, rev or rand:SEED: the order in which threads run between barriers, and blocks in a grid (fwd);
+ * - SIMT_LAX=1: threads may return while others still use barriers, and barriers of different lines may meet;
+ * - SIMT_STREAMS=lazy or eager: eager runs work on a stream at once (lazy);
+ * - SIMT_DEVICES=N: number of devices, up to 16 (2);
+ * - SIMT_DEVICE_MB=N: memory of each device in MiB (4096);
+ * - SIMT_MULTIPROCESSORS=N: multiprocessors of each device (4);
+ * - SIMT_NO_DEVICE=1: as on a machine with a driver and no GPU;
+ * - SIMT_FAIL=NAME:N,NAME:N,...: as simt_fail_call (simt_cuda_runtime.h), from the start of the process. */
 #ifndef SIMT_H
 #define SIMT_H
 
-#include "simt_types.h"
-
-#include "simt_execution.h"
-
-#include "simt_intrinsics.h"
-
-#include "simt_half.h"
-
 #include "simt_cuda_runtime.h"
+#include "simt_execution.h"
+#include "simt_half.h"
+#include "simt_intrinsics.h"
+#include "simt_types.h"
 
 #endif

@@ -6,6 +6,7 @@
 
 #include "simt_execution.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>

@@ -1,17 +1,17 @@
 /* simt_cuda_runtime.h - the part of the CUDA runtime API that the backend uses, with CUDA's own names and values.
  *
  * The model behind it (simt_cuda_runtime.cpp):
- *   - Work put on a stream waits there until somebody waits for it: by synchronising the stream, an event or the device, by
- * a blocking copy, by cudaFree. Whoever forgets to wait sees old data; whoever reuses a pinned buffer too early, new data.
- *   - cudaMemcpyAsync reads pageable memory when it is called, and into pageable memory it copies before it returns; it
- *     reads and writes pinned memory when the work runs.
- *   - The legacy default stream and streams without cudaStreamNonBlocking wait for each other as in CUDA.
- *   - A query that answers cudaErrorNotReady lets one operation run, so that polling comes to an end.
- *   - Memory belongs to a device. A copy on another device's stream, or past the end, is cudaErrorInvalidValue; a kernel
- * whose pointer argument is neither in memory of its device nor in pinned memory is reported and aborts; under
- * AddressSanitizer so is every access from another device or from the host.
- *   - New device memory is full of 0xff bytes (NaN), freed memory of 0xdd.
- *   - Every error is remembered, per thread, until cudaGetLastError. */
+ * - Work put on a stream waits there until somebody waits for it: by synchronising the stream, an event or the device, by a
+ *   blocking copy, by cudaFree. Whoever forgets to wait sees old data; whoever reuses a pinned buffer too early, new data.
+ * - cudaMemcpyAsync reads pageable memory when it is called, and into pageable memory it copies before it returns; it reads
+ *   and writes pinned memory when the work runs.
+ * - The legacy default stream and streams without cudaStreamNonBlocking wait for each other as in CUDA.
+ * - A query that answers cudaErrorNotReady lets one operation run, so that polling comes to an end.
+ * - Memory belongs to a device. A copy on another device's stream, or past the end, is cudaErrorInvalidValue. A kernel
+ *   whose pointer argument is neither in memory of its device nor in pinned memory is reported and aborts. Under
+ *   AddressSanitizer so is every access from another device or from the host.
+ * - New device memory is full of 0xff bytes (NaN), freed memory of 0xdd.
+ * - Every error is remembered, per thread, until cudaGetLastError. */
 #ifndef SIMT_CUDA_RUNTIME_H
 #define SIMT_CUDA_RUNTIME_H
 

@@ -63,7 +63,7 @@ simt_switch_stacks:
 /* The fiber that runs the caller, and the one that ran before it. */
 static Fiber *running, *suspended_last;
 
-/* Every fiber begins here; `entry` never returns. */
+/* The first thing that a fiber does whenever it runs again, and when it begins. */
 SIMT_UNTRACED inline void finish_switch() {
 #if defined(__SANITIZE_ADDRESS__)
     const void *bottom;
@@ -100,8 +100,7 @@ SIMT_UNTRACED inline void adopt_this_stack(Fiber &fiber) {
     running = &fiber;
 }
 
-/* A new suspended fiber, never freed. The first switch to it calls `entry`, which calls finish_switch() and never returns.
- */
+/* A new suspended fiber, never freed. The first switch to it calls `entry`, which calls finish_switch(), never returns. */
 SIMT_UNTRACED inline void create_fiber(Fiber &fiber, void (*entry)()) {
     constexpr size_t guard = 4096, bytes = 256 << 10;
     char *memory =

@@ -29,14 +29,23 @@ bool matmul(const ColiCudaTensor *w, float *y, const float *x, int S) {
     return run_matmul(*w, y, x, S);
 }
 
-bool experts(const GroupCall &call, const Activation &activation, float *y, const float *x) {
+/* One expert, which coli_cuda_group_stats does not count. */
+bool expert(ColiCudaTensor *gate, ColiCudaTensor *up, ColiCudaTensor *down, const Activation &activation, float *y,
+            const float *x, int S) {
     Context *context;
     GroupParams params{};
     int total_rows;
-    COLI_FORWARD(pointers_given(y, x) && prepare_group(call, 1, &context, &params, &total_rows));
+    COLI_FORWARD(pointers_given(y, x) && prepare_group({&gate, &up, &down, &S, 1}, 1, &context, &params, &total_rows));
     params.activation = activation;
     DeviceCall device(*context);
     return run_group(*context, params, total_rows, y, x);
+}
+
+bool counted(Context &context, const GroupParams &params, int total_rows) {
+    context.counters->calls++;
+    context.counters->experts += params.count;
+    context.counters->rows += total_rows;
+    return true;
 }
 
 Context *first_context() {
@@ -59,7 +68,7 @@ int coli_cuda_matmul(ColiCudaTensor **tensor, float *y, const float *x, const vo
 
 int coli_cuda_expert_mlp(ColiCudaTensor *gate, ColiCudaTensor *up, ColiCudaTensor *down, float *y, const float *x, int S) {
     COLI_FORWARD(!fault_injected("coli_cuda_expert_mlp"));
-    return experts({&gate, &up, &down, &S, 1}, {}, y, x);
+    return expert(gate, up, down, {}, y, x, S);
 }
 
 int coli_cuda_shared_mlp_w4a16(ColiCudaTensor *gate, ColiCudaTensor *up, ColiCudaTensor *down, float *y, const float *x,
@@ -69,7 +78,7 @@ int coli_cuda_shared_mlp_w4a16(ColiCudaTensor *gate, ColiCudaTensor *up, ColiCud
         COLI_REFUSE_IF(tensor && tensor->format != COLI_INT4, COLI_E_FORMAT, "a matrix has format %d, expected int4 (%d)",
                        tensor->format, COLI_INT4);
     }
-    return experts({&gate, &up, &down, &S, 1}, {}, y, x);
+    return expert(gate, up, down, {}, y, x, S);
 }
 
 int coli_cuda_expert_group(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups, ColiCudaTensor *const *downs,
@@ -80,8 +89,13 @@ int coli_cuda_expert_group(ColiCudaTensor *const *gates, ColiCudaTensor *const *
 int coli_cuda_expert_group_pinned(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups, ColiCudaTensor *const *downs,
                                   const int *rows, int count, float *y, const float *x, int pin_small_batch) {
     (void)pin_small_batch; /* results never depend on the number of rows here */
-    COLI_FORWARD(!fault_injected("coli_cuda_expert_group"));
-    return experts({gates, ups, downs, rows, count}, {}, y, x);
+    Context *context;
+    GroupParams params{};
+    int total_rows;
+    COLI_FORWARD(!fault_injected("coli_cuda_expert_group") && pointers_given(y, x));
+    COLI_FORWARD(prepare_group({gates, ups, downs, rows, count}, 1, &context, &params, &total_rows));
+    DeviceCall device(*context);
+    return run_group(*context, params, total_rows, y, x) && counted(*context, params, total_rows);
 }
 
 int coli_cuda_expert_group_issue(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups, ColiCudaTensor *const *downs,
@@ -95,7 +109,7 @@ int coli_cuda_expert_group_issue(ColiCudaTensor *const *gates, ColiCudaTensor *c
     COLI_REFUSE_IF(total_rows > COLI_CUDA_MAX_ISSUE_ROWS, COLI_E_ARGUMENT, "an issue of %d rows, expected at most %d",
                    total_rows, COLI_CUDA_MAX_ISSUE_ROWS);
     DeviceCall device(*context);
-    return issue_group(*context, params, total_rows, x);
+    return issue_group(*context, params, total_rows, x) && counted(*context, params, total_rows);
 }
 
 const float *coli_cuda_expert_group_take(int device) {
@@ -127,7 +141,7 @@ int coli_cuda_expert_mxfp4(float *y, const float *x, const unsigned char *gate_w
     COLI_FORWARD(upload(&gate.tensor, gate_w, gate_s, COLI_MXFP4, D, I, context->device, 0) &&
                  upload(&up.tensor, up_w, up_s, COLI_MXFP4, D, I, context->device, 0) &&
                  upload(&down.tensor, down_w, down_s, COLI_MXFP4, I, D, context->device, 0));
-    return experts({&gate.tensor, &up.tensor, &down.tensor, &S, 1}, {Activation::kSitu, b1, b2}, y, x);
+    return expert(gate.tensor, up.tensor, down.tensor, {Activation::kSitu, b1, b2}, y, x, S);
 }
 
 /*------   Device pointers, the caller's stream   ------*/
@@ -172,8 +186,7 @@ int coli_cuda_expert_group_dev(ColiCudaTensor *const *gates, ColiCudaTensor *con
     if (!succeeded(launch_expert_group(params, static_cast<cudaStream_t>(stream)),
                    "launching %d expert(s) with %d rows on device %d", count, total_rows, context->device))
         return 0;
-    count_group(*context, params, total_rows);
-    return 1;
+    return counted(*context, params, total_rows);
 }
 
 int coli_cuda_rotate_rows_dev(int device, float *y_dev, const float *x_dev, int rows, int dim, int inverse, void *stream) {
