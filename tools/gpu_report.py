@@ -9,6 +9,7 @@ import argparse
 import datetime
 import hashlib
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -53,29 +54,39 @@ def run_tests(arguments: list[str]) -> tuple[str, bool]:
     return line + "".join(f"\n  - skipped: {reason}" for reason in reasons), result.returncode == 0
 
 
-def run_sanitizer(tool: str, library: Path) -> tuple[str, bool]:
+def sanitize(tool: str, library: Path, *arguments: str) -> subprocess.CompletedProcess:
     workload = ROOT / "tests" / "gpu" / "workload.py"
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99", sys.executable, workload, library]
+    return subprocess.run([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run_sanitizer(tool: str, library: Path) -> tuple[str, bool]:
+    """A line of findings, and whether all is well."""
     started = time.monotonic()
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = sanitize(tool, library)
     seconds = time.monotonic() - started
-    output = result.stdout + result.stderr
-    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", output)
-    well = result.returncode == 0 and "all results are right" in output
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", result.stdout)
+    well = result.returncode == 0 and "all results are right" in result.stdout
     if not well:
-        print(output[-4000:], file=sys.stderr)
+        print(result.stdout[-4000:], file=sys.stderr)
     return f"{summary[-1] if summary else 'no summary'}, exit code {result.returncode}, {seconds:.0f} s", well
+
+
+def sees_a_planted_bug(library: Path) -> tuple[str, bool]:
+    result = sanitize("memcheck", library, "--out-of-bounds")
+    seen = result.returncode == 99 and "Invalid __global__ read" in result.stdout
+    return "reported by memcheck, as it must be" if seen else f"NOT reported: {result.stdout[-500:]}", seen
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path)
     parser.add_argument("--commit", required=True, help="the revision that is tested")
-    parser.add_argument("pytest_arguments", nargs="*", help="passed on to pytest")
+    parser.add_argument("--pytest", default="", help="further arguments of pytest, as one string")
     options = parser.parse_args()
 
     library = Path(packaged_library("coli_cuda"))
-    tests, well = run_tests(options.pytest_arguments)
+    tests, well = run_tests(shlex.split(options.pytest))
     lines = [
         "# GPU report",
         "",
@@ -92,6 +103,9 @@ def main() -> int:
         line, tool_well = run_sanitizer(tool, library)
         lines.append(f"- compute-sanitizer {tool}: {line}")
         well = well and tool_well
+    line, seen = sees_a_planted_bug(library)
+    lines.append(f"- control, a planted read out of bounds: {line}")
+    well = well and seen
     lines += [
         "",
         "racecheck looks at shared memory. It judges ordering by block and warp barriers, which is all these",

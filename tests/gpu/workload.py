@@ -62,11 +62,21 @@ def pointer(where):
     return ffi.cast("float *", where)
 
 
+def out_of_bounds(gpu):
+    """The caller's fault: a row more than its memory holds."""
+    memory = DeviceMemory(gpu.path if DeviceMemory.is_exported_by(gpu.path) else None)
+    source, target = memory.put(np.zeros((1, 256), np.float32)), memory.allocate(2 * 1024)
+    gpu.lib.coli_cuda_rotate_rows_dev(0, pointer(target), pointer(source), 2, 256, 0, ffi.NULL)
+    memory.synchronize(None)
+
+
 def main():
     gpu = Gpu(sys.argv[1])
     rng = np.random.default_rng(7)
     gpu.init(0)
     gpu.publish_tables()
+    if "--out-of-bounds" in sys.argv:
+        return out_of_bounds(gpu)
     matrices(gpu, rng)
     experts(gpu, rng)
     rotation(gpu, rng)
