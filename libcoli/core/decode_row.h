@@ -51,19 +51,50 @@ static void fp8_lanes(const uint8_t *row, int first, int count, float *w) {
     }
 }
 
+#define E8_LANES_A_BLOCK (COLI_E8_BLOCK / COLI_LANE)
+#define E8_LANES_A_WORD (COLI_E8_SUBBLOCK / COLI_LANE)
+
+/* What the lanes of a sub-block share. */
+typedef struct e8_subblock {
+    const uint8_t *indices;
+    uint32_t word;
+    float subscale;
+} e8_subblock;
+
+static e8_subblock e8_subblock_of(const uint8_t *row, int lane) {
+    const uint8_t *block = row + (size_t)(lane / E8_LANES_A_BLOCK) * COLI_E8_BLOCK_BYTES;
+    int b = lane % E8_LANES_A_BLOCK / E8_LANES_A_WORD;
+    uint32_t word = coli_load_u32(block + COLI_E8_WORDS_OFFSET + 4 * b);
+    float subscale = coli_e8_subscale(coli_load_u16(block + COLI_E8_SCALE_OFFSET), word);
+    return (e8_subblock){block + COLI_E8_INDICES / COLI_E8_SUBBLOCKS * b, word, subscale};
+}
+
+/* A whole sub-block at once: its bytes and signs first, so that the arithmetic is one loop that vectorises. */
+static void e8_whole(const e8_subblock *subblock, const uint8_t *codebook, float *w) {
+    uint8_t bytes[COLI_E8_SUBBLOCK];
+    uint32_t signs = 0;
+    for (int i = 0; i < COLI_E8_SUBBLOCK / 4; i++) memcpy(bytes + 4 * i, codebook + 4 * subblock->indices[i], 4);
+    for (int l = 0; l < E8_LANES_A_WORD; l++) signs |= coli_e8_signs(subblock->word, l) << COLI_LANE * l;
+#pragma omp simd
+    for (int j = 0; j < COLI_E8_SUBBLOCK; j++) w[j] = coli_e8_weight(bytes[j], signs >> j & 1u, subblock->subscale);
+}
+
 static void e8_lanes(const uint8_t *row, int first, int count, const uint8_t *codebook, float *w) {
-    const int lanes_a_block = COLI_E8_BLOCK / COLI_LANE, lanes_a_word = COLI_E8_SUBBLOCK / COLI_LANE;
-    uint32_t word = 0;
-    float subscale = 0;
-    for (int i = 0; i < count; i++) {
-        const uint8_t *block = row + (size_t)((first + i) / lanes_a_block) * COLI_E8_BLOCK_BYTES;
-        int lane = (first + i) % lanes_a_block, b = lane / lanes_a_word, l = lane % lanes_a_word;
-        if (i == 0 || l == 0) {
-            word = coli_load_u32(block + COLI_E8_WORDS_OFFSET + 4 * b);
-            subscale = coli_e8_subscale(coli_load_u16(block + COLI_E8_SCALE_OFFSET), word);
+    int end = first + count;
+    for (int lane = first; lane < end;) {
+        e8_subblock subblock = e8_subblock_of(row, lane);
+        int l = lane % E8_LANES_A_WORD;
+        if (l == 0 && lane + E8_LANES_A_WORD <= end) {
+            e8_whole(&subblock, codebook, w);
+            lane += E8_LANES_A_WORD;
+            w += COLI_E8_SUBBLOCK;
+        } else {
+            const uint8_t *pair = subblock.indices + 2 * l;
+            coli_e8_lane(codebook + 4 * pair[0], codebook + 4 * pair[1], coli_e8_signs(subblock.word, l), subblock.subscale,
+                         w);
+            lane++;
+            w += COLI_LANE;
         }
-        coli_e8_lane(codebook + 4 * block[2 * lane], codebook + 4 * block[2 * lane + 1], coli_e8_signs(word, l), subscale,
-                     w + (size_t)i * 8);
     }
 }
 

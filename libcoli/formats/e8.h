@@ -49,14 +49,17 @@ COLI_FN uint32_t coli_e8_signs(uint32_t word, int l) {
     return signs | (parity & 1u) << 7;
 }
 
+/* A weight from its codebook byte, its sign bit and its sub-scale. */
+COLI_FN float coli_e8_weight(uint8_t byte, uint32_t negative, float subscale) {
+    return coli_bits_to_f32(coli_f32_to_bits((float)byte * 0.5f * subscale) ^ negative << 31);
+}
+
 /* 8 weights of a lane; `first` and `second` are the codebook entries of its two indices. */
 COLI_FN void coli_e8_lane(const uint8_t first[4], const uint8_t second[4], uint32_t signs, float subscale,
                           float w[COLI_LANE]) {
     for (int j = 0; j < 4; j++) {
-        uint32_t low = coli_f32_to_bits((float)first[j] * 0.5f * subscale);
-        uint32_t high = coli_f32_to_bits((float)second[j] * 0.5f * subscale);
-        w[j] = coli_bits_to_f32(low ^ (signs >> j & 1u) << 31);
-        w[4 + j] = coli_bits_to_f32(high ^ (signs >> (4 + j) & 1u) << 31);
+        w[j] = coli_e8_weight(first[j], signs >> j & 1u, subscale);
+        w[4 + j] = coli_e8_weight(second[j], signs >> (4 + j) & 1u, subscale);
     }
 }
 
