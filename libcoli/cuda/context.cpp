@@ -1,25 +1,19 @@
 #include "context.h"
 
+#include <cstdio>
 #include <cstring>
-#include <string>
+#include <new>
 
 #include "../formats/e8_codebook.h"
-#include "../formats/signs.h"
 #include "tensor.h"
 
 namespace coli {
-
-static_assert(sizeof(DeviceTables::codebook) == COLI_E8_CODEBOOK_BYTES, "the codebook's entries are words");
-static_assert(sizeof(DeviceTables::signs) == COLI_SIGN_TABLE_BYTES, "one sign table holds all block sizes");
 
 namespace {
 
 /* Never destroyed: at the end of a process the CUDA runtime may be gone before this library's statics. */
 std::vector<std::unique_ptr<Context>> &open_list = *new std::vector<std::unique_ptr<Context>>;
-
-/* By ordinal; ordinals past the end share the last. */
-constexpr int kCounterSlots = 64;
-GroupCounters all_counters[kCounterSlots];
+std::map<int, GroupCounters> &all_counters = *new std::map<int, GroupCounters>;
 
 /* What every configured device holds, and new ones receive. */
 DeviceTables current_tables;
@@ -37,11 +31,11 @@ void reset_tables() {
 /* Copies `bytes` at `offset` of a device's tables, after the work that still reads them. */
 bool write_table(Context &context, size_t offset, const void *source, size_t bytes, const char *name) {
     DeviceCall call(context);
-    COLI_FORWARD(context.wait_for_readers());
+    COLI_FORWARD(call.ok() && context.wait_for_readers());
     uint8_t *target = reinterpret_cast<uint8_t *>(context.tables) + offset;
-    COLI_FORWARD(succeeded(cudaMemcpyAsync(target, source, bytes, cudaMemcpyHostToDevice, context.stream),
-                           "copying the %s to device %d", name, context.device));
-    return succeeded(cudaStreamSynchronize(context.stream), "copying the %s to device %d", name, context.device);
+    cudaError_t result = cudaMemcpyAsync(target, source, bytes, cudaMemcpyHostToDevice, context.stream);
+    if (result == cudaSuccess) result = cudaStreamSynchronize(context.stream);
+    return succeeded(result, "copying the %s to device %d", name, context.device) || context.abandon();
 }
 
 /* Replaces part of the tables on all devices, or on none: when one refuses, the others get the old contents back. */
@@ -49,10 +43,11 @@ bool publish(size_t offset, const void *source, size_t bytes, const char *name) 
     uint8_t *current = reinterpret_cast<uint8_t *>(&current_tables) + offset;
     for (size_t i = 0; i < open_list.size(); i++) {
         if (write_table(*open_list[i], offset, source, bytes, name)) continue;
-        const std::string reason = last_error();
+        char reason[512];
+        snprintf(reason, sizeof reason, "%s", last_error());
         const coli_status status = last_status();
         for (size_t done = 0; done <= i; done++) write_table(*open_list[done], offset, current, bytes, name);
-        return fail(status, "%s", reason.c_str());
+        return fail(status, "%s", reason);
     }
     memcpy(current, source, bytes);
     return true;
@@ -101,32 +96,31 @@ void CallBuffers::release() {
 
 /*------   One device   ------*/
 
-CurrentDevice::CurrentDevice(int device) {
-    const cudaError_t known = cudaGetDevice(&previous_);
-    ignore(known);
-    changed_ = known != cudaSuccess || previous_ != device;
-    if (changed_) ignore(cudaSetDevice(device));
+CurrentDevice::CurrentDevice(int device) : device_(device) {
+    ignore(cudaGetDevice(&previous_));
+    if (previous_ != device_) result_ = cudaSetDevice(device_);
 }
 
 CurrentDevice::~CurrentDevice() {
-    if (changed_ && previous_ >= 0) ignore(cudaSetDevice(previous_));
+    if (previous_ >= 0 && previous_ != device_) ignore(cudaSetDevice(previous_));
+}
+
+bool CurrentDevice::ok() const {
+    return succeeded(result_, "making device %d current", device_);
 }
 
 bool Context::open(int ordinal) {
     device = ordinal;
-    counters = &counters_of(ordinal);
+    counters = &all_counters[ordinal];
     CurrentDevice current(ordinal);
-    COLI_FORWARD(succeeded(cudaSetDevice(ordinal), "selecting device %d", ordinal));
-    COLI_FORWARD(
-        succeeded(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream on device %d", ordinal));
-    COLI_FORWARD(succeeded(cudaEventCreateWithFlags(&issued_done, cudaEventDisableTiming), "creating an event on device %d",
-                           ordinal));
-
-    COLI_FORWARD(succeeded(cudaMalloc(reinterpret_cast<void **>(&tables), sizeof(DeviceTables)),
-                           "allocating tables on device %d", ordinal));
-    COLI_FORWARD(succeeded(cudaMemcpyAsync(tables, &current_tables, sizeof(DeviceTables), cudaMemcpyHostToDevice, stream),
-                           "copying tables to device %d", ordinal));
-    return succeeded(cudaStreamSynchronize(stream), "copying tables to device %d", ordinal);
+    COLI_FORWARD(current.ok());
+    cudaError_t result = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    if (result == cudaSuccess) result = cudaEventCreateWithFlags(&issued_done, cudaEventDisableTiming);
+    if (result == cudaSuccess) result = cudaMalloc(reinterpret_cast<void **>(&tables), sizeof(DeviceTables));
+    if (result == cudaSuccess)
+        result = cudaMemcpyAsync(tables, &current_tables, sizeof(DeviceTables), cudaMemcpyHostToDevice, stream);
+    if (result == cudaSuccess) result = cudaStreamSynchronize(stream);
+    return succeeded(result, "preparing device %d", ordinal);
 }
 
 Context::~Context() {
@@ -148,6 +142,11 @@ bool Context::wait_for_readers() {
     return succeeded(result, "waiting for work on device %d", device);
 }
 
+bool Context::abandon() {
+    ignore(cudaStreamSynchronize(stream));
+    return false;
+}
+
 /*------   All devices   ------*/
 
 const std::vector<std::unique_ptr<Context>> &contexts() {
@@ -166,7 +165,7 @@ Context *find_context(int device) {
     return nullptr;
 }
 
-bool open_contexts(const int *devices, int count) {
+bool open_contexts(const int *devices, int count) try {
     reset_tables();
     std::vector<std::unique_ptr<Context>> opened;
     for (int i = 0; i < count; i++) {
@@ -175,6 +174,8 @@ bool open_contexts(const int *devices, int count) {
     }
     open_list = std::move(opened);
     return true;
+} catch (const std::bad_alloc &) { /* exceptions end here: the callers are C */
+    return fail(COLI_E_MEMORY, "preparing %d device(s): host memory ran out", count);
 }
 
 void close_contexts() {
@@ -196,12 +197,8 @@ bool fp8_table_published() {
     return fp8_published;
 }
 
-int counted_devices() {
-    return kCounterSlots;
-}
-
-GroupCounters &counters_of(int device) {
-    return all_counters[device < kCounterSlots ? device : kCounterSlots - 1];
+const std::map<int, GroupCounters> &group_counters() {
+    return all_counters;
 }
 
 } // namespace coli

@@ -4,12 +4,13 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
 
 #include "error.h"
-#include "layout.h"
+#include "tables.h"
 
 struct ColiCudaTensor;
 
@@ -48,7 +49,7 @@ struct CallBuffers {
 
 struct GroupCounters {
     std::atomic<uint64_t> calls{0}, experts{0}, rows{0};
-    std::mutex times_mutex;
+    mutable std::mutex times_mutex;
     double h2d_ms = 0, kernel_ms = 0, d2h_ms = 0;
 };
 
@@ -75,6 +76,8 @@ struct Context {
     bool open(int ordinal);
     /* Waits for all work that may still read a tensor of this device. */
     bool wait_for_readers();
+    /* After a failure half-way: nothing of the call may still run when its memory is used again. Returns false. */
+    bool abandon();
 };
 
 /* Makes a device current for a scope and gives the caller's device back afterwards. */
@@ -82,16 +85,19 @@ class CurrentDevice {
   public:
     explicit CurrentDevice(int device);
     ~CurrentDevice();
+    bool ok() const;
 
   private:
-    int previous_ = -1;
-    bool changed_ = false;
+    int device_, previous_ = -1;
+    cudaError_t result_ = cudaSuccess;
 };
 
-/* A call on one device: holds its lock and makes it current. */
+/* A call on one device: holds its lock and makes it current. Nothing of a tensor but its context is read before. */
 class DeviceCall {
   public:
     explicit DeviceCall(Context &context) : lock_(context.mutex), current_(context.device) {}
+    /* False, with an error set, when the device could not be made current. */
+    bool ok() const { return current_.ok(); }
 
   private:
     std::lock_guard<std::mutex> lock_;
@@ -110,9 +116,8 @@ bool publish_codebook(const void *codebook);
 bool publish_fp8_table(const float *table);
 bool fp8_table_published();
 
-/* Counters by ordinal, 0 ... counted_devices() - 1. */
-GroupCounters &counters_of(int device);
-int counted_devices();
+/* By ordinal, of every device that was ever configured. */
+const std::map<int, GroupCounters> &group_counters();
 
 } // namespace coli
 

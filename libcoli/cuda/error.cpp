@@ -2,8 +2,8 @@
 
 #include <cstdarg>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
+
+#include "environment.h"
 
 namespace coli {
 
@@ -105,8 +105,7 @@ void log_line(int level, const char *line) {
         log_callback(level, line, log_user);
         return;
     }
-    const char *wanted = getenv("COLI_LOG");
-    if (wanted && strcmp(wanted, "1") == 0) fprintf(stderr, "libcoli_cuda: %s\n", line);
+    if (switched_on("COLI_LOG")) fprintf(stderr, "libcoli_cuda: %s\n", line);
 }
 
 } // namespace coli

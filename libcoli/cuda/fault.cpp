@@ -2,25 +2,23 @@
 
 #include <cstdlib>
 #include <mutex>
-#include <string>
 
 #include "error.h"
 
 namespace coli {
 
 bool fault_injected(const char *call) {
+    constexpr long long kNever = -1;
     static std::mutex mutex;
-    static std::string value; /* the variable when the count began */
-    static long long calls = 0;
+    static long long limit = kNever, calls = 0;
 
-    const char *now = getenv("COLI_GPU_FAIL_AFTER");
+    const char *value = getenv("COLI_GPU_FAIL_AFTER");
+    const long long now = value && value[0] ? atoll(value) : kNever;
     std::lock_guard<std::mutex> lock(mutex);
-    if (value != (now ? now : "")) {
-        value = now ? now : "";
-        calls = 0;
-    }
-    if (value.empty() || calls++ < atoll(value.c_str())) return false;
-    fail(COLI_E_INJECTED, "%s fails on purpose: COLI_GPU_FAIL_AFTER=%s", call, value.c_str());
+    if (limit != now) calls = 0;
+    limit = now;
+    if (limit == kNever || calls++ < limit) return false;
+    fail(COLI_E_INJECTED, "%s fails on purpose: COLI_GPU_FAIL_AFTER=%lld", call, limit);
     return true;
 }
 

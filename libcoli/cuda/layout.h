@@ -50,13 +50,6 @@ struct MatrixView {
     int group_size; /* of COLI_INT4_GROUPED */
 };
 
-/* Tables in device memory, one copy a device. */
-struct DeviceTables {
-    uint32_t codebook[256];       /* E8: 4 doubled magnitudes an entry */
-    float fp8[256];               /* e4m3 bytes to floats */
-    uint8_t signs[2 * 32768 / 8]; /* of all rotation blocks, see formats/signs.h */
-};
-
 } // namespace coli
 
 #endif

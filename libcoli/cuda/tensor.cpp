@@ -29,6 +29,12 @@ void unlink_from_context(ColiCudaTensor &tensor) {
     context.tensor_bytes -= tensor.logical_bytes;
 }
 
+/* Bytes behind the scales pointer; grouped int4 without a group size has one scale a row. */
+size_t scale_bytes(int format, int I, int O, int group_size) {
+    if (format == COLI_INT4_GROUPED && group_size == 0) group_size = I;
+    return coli_geometry_scale_count(format, O, I, group_size) * coli_geometry_scale_bytes_each(format);
+}
+
 /* Calls step(first row, rows) for pieces of the matrix that fit the staging buffer, at least one row each. */
 template <class Step> bool for_staged_rows(const ColiCudaTensor &tensor, Step step) {
     const size_t row_bytes = coli_geometry_row_bytes(tensor.format, tensor.I);
@@ -87,16 +93,19 @@ bool read_rows(const ColiCudaTensor &tensor, void *weights) {
                      "downloading the weights of a matrix [%d, %d]", tensor.O, tensor.I);
 }
 
+bool write_weights(const ColiCudaTensor &tensor, const void *weights) {
+    return tensor.format == COLI_E8 ? write_e8(tensor, static_cast<const uint8_t *>(weights)) : write_rows(tensor, weights);
+}
+
+bool read_weights(const ColiCudaTensor &tensor, void *weights) {
+    return tensor.format == COLI_E8 ? read_e8(tensor, static_cast<uint8_t *>(weights)) : read_rows(tensor, weights);
+}
+
 } // namespace
 
 size_t allocation_footprint(size_t bytes) {
     constexpr size_t slice = 512, block = size_t{2} << 20;
     return align_up(bytes, bytes < block / 2 ? slice : block);
-}
-
-size_t tensor_scale_bytes(int format, int I, int O, int group_size) {
-    if (format == COLI_INT4_GROUPED && group_size == 0) group_size = I;
-    return coli_geometry_scale_count(format, O, I, group_size) * coli_geometry_scale_bytes_each(format);
 }
 
 ColiCudaTensor *tensor_create(Context &context, const void *weights, const void *scales, int format, int I, int O,
@@ -112,7 +121,7 @@ ColiCudaTensor *tensor_create(Context &context, const void *weights, const void 
     tensor->O = O;
     tensor->group_size = group_size;
     tensor->scales_offset = weights_extent(format, O, I);
-    tensor->scale_bytes = tensor_scale_bytes(format, I, O, group_size);
+    tensor->scale_bytes = scale_bytes(format, I, O, group_size);
     tensor->device_bytes = tensor->scales_offset + tensor->scale_bytes;
     tensor->logical_bytes = static_cast<size_t>(O) * coli_geometry_row_bytes(format, I) + tensor->scale_bytes;
 
@@ -136,42 +145,39 @@ void tensor_orphan(ColiCudaTensor &tensor) {
     tensor.context = nullptr;
 }
 
-void tensor_destroy(ColiCudaTensor *tensor) {
-    if (!tensor) return;
-    if (tensor->context) {
-        DeviceCall call(*tensor->context);
-        (void)tensor->context->wait_for_readers();
-        tensor_orphan(*tensor);
-    }
+void tensor_release(ColiCudaTensor *tensor) {
+    (void)tensor->context->wait_for_readers();
+    tensor_orphan(*tensor);
     delete tensor;
 }
 
 bool tensor_write(ColiCudaTensor &tensor, const void *weights, const void *scales) {
+    Context &context = *tensor.context;
+    if (context.caller_streams) COLI_FORWARD(context.wait_for_readers());
     tensor.valid = false;
-    if (tensor.context->caller_streams) COLI_FORWARD(tensor.context->wait_for_readers());
-    const bool e8 = tensor.format == COLI_E8;
-    COLI_FORWARD(e8 ? write_e8(tensor, static_cast<const uint8_t *>(weights)) : write_rows(tensor, weights));
+    if (!write_weights(tensor, weights)) return context.abandon();
+    cudaError_t result = cudaSuccess;
     if (tensor.scale_bytes) {
-        COLI_FORWARD(succeeded(cudaMemcpyAsync(tensor.memory + tensor.scales_offset, scales, tensor.scale_bytes,
-                                               cudaMemcpyHostToDevice, tensor.context->stream),
-                               "uploading the scales of a matrix [%d, %d]", tensor.O, tensor.I));
+        result = cudaMemcpyAsync(tensor.memory + tensor.scales_offset, scales, tensor.scale_bytes, cudaMemcpyHostToDevice,
+                                 context.stream);
     }
     /* the caller may reuse its memory on return */
-    COLI_FORWARD(
-        succeeded(cudaStreamSynchronize(tensor.context->stream), "uploading a matrix [%d, %d]", tensor.O, tensor.I));
+    if (result == cudaSuccess) result = cudaStreamSynchronize(context.stream);
+    if (!succeeded(result, "uploading a matrix [%d, %d]", tensor.O, tensor.I)) return context.abandon();
     tensor.valid = true;
     return true;
 }
 
 bool tensor_read(const ColiCudaTensor &tensor, void *weights, void *scales) {
-    const bool e8 = tensor.format == COLI_E8;
-    COLI_FORWARD(e8 ? read_e8(tensor, static_cast<uint8_t *>(weights)) : read_rows(tensor, weights));
+    Context &context = *tensor.context;
+    if (!read_weights(tensor, weights)) return context.abandon();
+    cudaError_t result = cudaSuccess;
     if (tensor.scale_bytes && scales) {
-        COLI_FORWARD(succeeded(cudaMemcpyAsync(scales, tensor.memory + tensor.scales_offset, tensor.scale_bytes,
-                                               cudaMemcpyDeviceToHost, tensor.context->stream),
-                               "downloading the scales of a matrix [%d, %d]", tensor.O, tensor.I));
+        result = cudaMemcpyAsync(scales, tensor.memory + tensor.scales_offset, tensor.scale_bytes, cudaMemcpyDeviceToHost,
+                                 context.stream);
     }
-    return succeeded(cudaStreamSynchronize(tensor.context->stream), "downloading a matrix [%d, %d]", tensor.O, tensor.I);
+    if (result == cudaSuccess) result = cudaStreamSynchronize(context.stream);
+    return succeeded(result, "downloading a matrix [%d, %d]", tensor.O, tensor.I) || context.abandon();
 }
 
 bool tensor_alive(const ColiCudaTensor *tensor, const char *role) {

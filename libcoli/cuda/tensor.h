@@ -3,6 +3,7 @@
 #define COLI_CUDA_TENSOR_H
 
 #include "context.h"
+#include "layout.h"
 
 struct ColiCudaTensor {
     coli::Context *context = nullptr; /* NULL after coli_cuda_shutdown */
@@ -21,11 +22,14 @@ struct ColiCudaTensor {
 
 namespace coli {
 
-/* A fresh tensor with its contents; NULL, nothing kept and an error set when that fails. The caller checked format, shape
+/* All of these but tensor_alive and those after it: the caller holds the device.
+ *
+ * A fresh tensor with its contents; NULL, nothing kept and an error set when that fails. The caller checked format, shape
  * and pointers. */
 ColiCudaTensor *tensor_create(Context &context, const void *weights, const void *scales, int format, int I, int O,
                               int group_size);
-void tensor_destroy(ColiCudaTensor *tensor);
+/* Waits for work that uses the tensor, then releases it, handle included. */
+void tensor_release(ColiCudaTensor *tensor);
 /* Releases device memory and detaches the handle from its context; the handle itself stays the caller's. */
 void tensor_orphan(ColiCudaTensor &tensor);
 
@@ -41,10 +45,6 @@ bool tensor_usable(const ColiCudaTensor *tensor, const char *role);
 /* Device memory that the CUDA allocator takes for an allocation: slices of 512 bytes out of blocks of 2 MiB, whole blocks
  * from 1 MiB on. */
 size_t allocation_footprint(size_t bytes);
-
-/* Floats that coli_cuda_tensor_upload reads through its scales pointer; a grouped matrix without a group size has one a
- * row. */
-size_t tensor_scale_bytes(int format, int I, int O, int group_size);
 
 } // namespace coli
 

@@ -28,6 +28,11 @@ def matmul_dev(gpu, tensor, y, x, S, stream):
     gpu.check(gpu.lib.coli_cuda_matmul_dev(tensor, on_device(y), on_device(x), S, ffi.cast("void *", stream or 0)))
 
 
+def workspace_size(gpu, experts, rows):
+    columns = [tensor_array(column) for column in zip(*experts, strict=True)]
+    return gpu.lib.coli_cuda_expert_group_workspace(*columns, list(rows), len(experts))
+
+
 def group_dev(gpu, experts, rows, y, x, workspace, workspace_bytes, stream):
     columns = [tensor_array(column) for column in zip(*experts, strict=True)]
     stream = ffi.cast("void *", stream or 0)
@@ -70,7 +75,7 @@ def test_group_takes_experts_without_rows(gpu, rng, memory):
     before = gpu.group_stats()[0]
 
     x_dev, y_dev = memory.put(x), memory.allocate(x.nbytes)
-    size = gpu.lib.coli_cuda_workspace_bytes(6, H)
+    size = workspace_size(gpu, tensors, rows)
     workspace, stream = memory.allocate(size), memory.stream()
     group_dev(gpu, tensors, rows, y_dev, x_dev, workspace, size, stream)
     memory.synchronize(stream)
@@ -81,14 +86,29 @@ def test_group_takes_experts_without_rows(gpu, rng, memory):
     assert np.array_equal(memory.get(y_dev, x.shape), expected), "a group without rows wrote some"
 
 
+def test_group_of_more_experts_than_a_launch_takes(gpu, rng, memory):
+    experts = [random_expert(rng, D, H, ("e8", "int4", "e8")), random_expert(rng, D, H, ("int8",) * 3)]
+    tensors = [gpu.upload_expert(expert) for expert in experts] * 75
+    rows = [c % 3 for c in range(150)]
+    x = gaussian(rng, sum(rows), D)
+    x_dev, y_dev, stream = memory.put(x), memory.allocate(x.nbytes), memory.stream()
+    size = workspace_size(gpu, tensors, rows)
+    group_dev(gpu, tensors, rows, y_dev, x_dev, memory.allocate(size), size, stream)
+    memory.synchronize(stream)
+    parts = np.split(x, np.cumsum(rows)[:-1])
+    expected = np.concatenate([oracle.expert(part, *experts[c % 2]) for c, part in enumerate(parts)])
+    assert oracle.relative_rms(memory.get(y_dev, x.shape), expected) <= EXACT
+
+
 def test_refusals(gpu, rng, memory):
     expert = random_expert(rng, D, H, ("e8",) * 3)
     tensors = gpu.upload_expert(expert)
     x_dev, y_dev = memory.put(gaussian(rng, 2, D)), memory.put(np.full((2, D), 7, np.float32))
-    size = gpu.lib.coli_cuda_workspace_bytes(2, H)
+    size = workspace_size(gpu, [tensors], [2])
     workspace = memory.allocate(size)
     assert size >= 2 * H * 4
-    assert gpu.lib.coli_cuda_workspace_bytes(-1, H) == 0
+    assert workspace_size(gpu, [tensors], [-1]) == 0
+    assert "-1" in gpu.refusal().text
     for call, text in (
         (lambda: group_dev(gpu, [tensors], [2], y_dev, x_dev, workspace, size - 1, None), str(size - 1)),
         (lambda: group_dev(gpu, [tensors], [2], y_dev, x_dev, 0, size, None), "workspace"),
@@ -143,7 +163,7 @@ def test_captured_in_a_graph(gpu, rng, memory, formats):
     matrix = oracle.random_encoded(rng, "e8", (D, D))
     tensor = gpu.upload(matrix)
     x_dev, rotated_dev, y_dev, product_dev = (memory.allocate(4 * 3 * D) for _ in range(4))
-    size = gpu.lib.coli_cuda_workspace_bytes(3, H)
+    size = workspace_size(gpu, tensors, rows)
     workspace, stream = memory.allocate(size), memory.stream()
 
     def work():

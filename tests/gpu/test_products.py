@@ -1,5 +1,8 @@
 """Matrix products and single experts on the GPU library, against float64 of the decoded weights."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import oracle
 import pytest
@@ -392,3 +395,51 @@ def test_tensors_lost_to_a_shutdown_say_so(gpu, rng):
     gpu.init(0)
     with pytest.raises(Refused, match="shutdown"):
         gpu.expert_mlp(tensors, gaussian(rng, 1, 8))
+
+
+def in_threads(work, count):
+    """Runs work(i) in `count` threads that start together; raises what any of them raised."""
+    start = threading.Barrier(count)
+
+    def run(i):
+        start.wait()
+        return work(i)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
+
+
+def test_products_during_updates_use_old_or_new_weights(gpu, rng):
+    old, new = (oracle.random_encoded(rng, "int8", (16, 256)) for _ in range(2))
+    tensor = gpu.upload(old)
+    x = gaussian(rng, 2, 256)
+    allowed = [gpu.matmul(tensor, x, old)]
+    gpu.update(tensor, new)
+    allowed.append(gpu.matmul(tensor, x, new))
+
+    def work(i):
+        for turn in range(20):
+            if i == 0:
+                gpu.update(tensor, (old, new)[turn % 2])
+            else:
+                y = gpu.matmul(tensor, x, old)
+                assert any(np.array_equal(y, right) for right in allowed)
+
+    in_threads(work, 3)
+
+
+def test_first_products_of_several_threads_upload_once(gpu, rng):
+    matrix = oracle.random_encoded(rng, "int8", (16, 256))
+    x = gaussian(rng, 1, 256)
+    before = gpu.stats()[0]
+    for turn in range(10):
+        slot = ffi.new("ColiCudaTensor **")
+
+        def work(_, slot=slot):
+            y = np.empty((1, 16), np.float32)
+            data, scales = pointer(matrix.data, "void *"), floats(matrix.scales)
+            gpu.check(gpu.lib.coli_cuda_matmul(slot, floats(y), floats(x), data, scales, 1, 1, 256, 16, 0, 0))
+
+        in_threads(work, 2)
+        gpu.tensors.append(slot[0])
+        assert gpu.stats()[0] == before + turn + 1

@@ -42,7 +42,7 @@ struct GroupTotals {
     uint64_t calls = 0, experts = 0, rows = 0;
     double h2d_ms = 0, kernel_ms = 0, d2h_ms = 0;
 
-    void add(GroupCounters &counters) {
+    void add(const GroupCounters &counters) {
         calls += counters.calls;
         experts += counters.experts;
         rows += counters.rows;
@@ -103,7 +103,7 @@ int coli_cuda_mem_info(int device, size_t *free_bytes, size_t *total_bytes) {
     COLI_REFUSE_IF(!free_bytes || !total_bytes, COLI_E_ARGUMENT, "free_bytes and total_bytes must not be NULL");
     DeviceCall call(*context);
     size_t free_now, total;
-    COLI_FORWARD(succeeded(cudaMemGetInfo(&free_now, &total), "asking device %d for its memory", device));
+    COLI_FORWARD(call.ok() && succeeded(cudaMemGetInfo(&free_now, &total), "asking device %d for its memory", device));
     *free_bytes = free_now;
     *total_bytes = total;
     return 1;
@@ -154,13 +154,14 @@ void coli_cuda_stats(int device, size_t *tensor_count, size_t *tensor_bytes) {
 void coli_cuda_group_stats(uint64_t *calls, uint64_t *experts, uint64_t *rows, double *h2d_ms, double *kernel_ms,
                            double *d2h_ms) {
     GroupTotals totals;
-    for (int device = 0; device < counted_devices(); device++) totals.add(counters_of(device));
+    for (const auto &[device, counters] : group_counters()) totals.add(counters);
     store_totals(totals, calls, experts, rows, h2d_ms, kernel_ms, d2h_ms);
 }
 
 void coli_cuda_group_stats_device(int device, uint64_t *calls, uint64_t *experts, uint64_t *rows, double *h2d_ms,
                                   double *kernel_ms, double *d2h_ms) {
     GroupTotals totals;
-    if (device >= 0 && device < counted_devices()) totals.add(counters_of(device));
+    const auto found = group_counters().find(device);
+    if (found != group_counters().end()) totals.add(found->second);
     store_totals(totals, calls, experts, rows, h2d_ms, kernel_ms, d2h_ms);
 }

@@ -1,18 +1,14 @@
 /* api/tensors.cpp - upload, update, download, free: entry points of coli_cuda.h. */
-#include "tensors.h"
-#include "../tensor.h"
+#include "upload.h"
 
 using namespace coli;
 
 namespace {
 
-bool has_no_scales(int format) {
-    return format == COLI_F32 || format == COLI_E8;
-}
-
 bool pointers_valid(int format, const void *weights, const void *scales) {
     COLI_REFUSE_IF(!weights, COLI_E_ARGUMENT, "weights are NULL");
-    COLI_REFUSE_IF(!scales && !has_no_scales(format), COLI_E_ARGUMENT, "scales are NULL, format %d needs them", format);
+    COLI_REFUSE_IF(!scales && coli_geometry_scale_columns(format, 1, 1) > 0, COLI_E_ARGUMENT,
+                   "scales are NULL, format %d needs them", format);
     return true;
 }
 
@@ -42,35 +38,34 @@ bool same_tensor(const ColiCudaTensor &tensor, int format, int I, int O, int dev
 
 } // namespace
 
-bool coli::upload(ColiCudaTensor **tensor, const void *weights, const void *scales, int format, int I, int O, int device,
-                  int group_size) {
-    COLI_REFUSE_IF(!tensor, COLI_E_ARGUMENT, "the pointer to the tensor is NULL");
+bool coli::upload(Context &context, ColiCudaTensor **tensor, const void *weights, const void *scales, int format, int I,
+                  int O, int group_size) {
     if (format != COLI_INT4_GROUPED) group_size = 0;
-    if (*tensor) return same_tensor(**tensor, format, I, O, device, group_size);
+    if (*tensor) return same_tensor(**tensor, format, I, O, context.device, group_size);
     COLI_FORWARD(upload_valid(format, I, O, group_size) && pointers_valid(format, weights, scales));
-    Context *context = find_context(device);
-    if (!context) return false;
-    DeviceCall call(*context);
-    ColiCudaTensor *created = tensor_create(*context, weights, scales, format, I, O, group_size);
-    if (!created) return false;
-    *tensor = created;
-    return true;
+    ColiCudaTensor *created = tensor_create(context, weights, scales, format, I, O, group_size);
+    if (created) *tensor = created;
+    return created;
 }
 
 int coli_cuda_tensor_upload(ColiCudaTensor **tensor, const void *weights, const float *scales, int fmt, int I, int O,
                             int device) {
-    return upload(tensor, weights, scales, fmt, I, O, device, 0);
+    return coli_cuda_tensor_upload_g(tensor, weights, scales, fmt, I, O, device, 0);
 }
 
 int coli_cuda_tensor_upload_g(ColiCudaTensor **tensor, const void *weights, const float *scales, int fmt, int I, int O,
                               int device, int gs) {
-    return upload(tensor, weights, scales, fmt, I, O, device, gs);
+    COLI_REFUSE_IF(!tensor, COLI_E_ARGUMENT, "the pointer to the tensor is NULL");
+    Context *context = find_context(device);
+    if (!context) return 0;
+    DeviceCall call(*context);
+    return call.ok() && upload(*context, tensor, weights, scales, fmt, I, O, gs);
 }
 
 int coli_cuda_tensor_update(ColiCudaTensor *tensor, const void *weights, const float *scales) {
     COLI_FORWARD(tensor_alive(tensor, "the tensor") && pointers_valid(tensor->format, weights, scales));
     DeviceCall call(*tensor->context);
-    return tensor_write(*tensor, weights, scales);
+    return call.ok() && tensor_write(*tensor, weights, scales);
 }
 
 int coli_cuda_tensor_overwrite(ColiCudaTensor *tensor, const void *weights, const float *scales) {
@@ -78,22 +73,29 @@ int coli_cuda_tensor_overwrite(ColiCudaTensor *tensor, const void *weights, cons
 }
 
 int coli_cuda_tensor_download(const ColiCudaTensor *tensor, void *weights, void *scales) {
-    COLI_FORWARD(tensor_readable(tensor, "the tensor"));
+    COLI_FORWARD(tensor_alive(tensor, "the tensor"));
     COLI_REFUSE_IF(!weights, COLI_E_ARGUMENT, "weights are NULL, expected room for the bytes");
     DeviceCall call(*tensor->context);
-    return tensor_read(*tensor, weights, scales);
+    return call.ok() && tensor_readable(tensor, "the tensor") && tensor_read(*tensor, weights, scales);
 }
 
 int coli_cuda_tensor_set_rotated(ColiCudaTensor *tensor, int rotated) {
     COLI_FORWARD(tensor_alive(tensor, "the tensor"));
     COLI_REFUSE_IF(tensor->format != COLI_E8, COLI_E_FORMAT, "only E8 matrices are rotated, the tensor has format %d",
                    tensor->format);
+    std::lock_guard<std::mutex> lock(tensor->context->mutex);
     tensor->rotated = rotated != 0;
     return 1;
 }
 
 void coli_cuda_tensor_free(ColiCudaTensor *tensor) {
-    tensor_destroy(tensor);
+    if (!tensor) return;
+    if (!tensor->context) {
+        delete tensor;
+        return;
+    }
+    DeviceCall call(*tensor->context);
+    tensor_release(tensor);
 }
 
 size_t coli_cuda_tensor_bytes(const ColiCudaTensor *tensor) {

@@ -27,9 +27,10 @@ __global__ void __launch_bounds__(kProductThreads, 1) expert_hidden(const __grid
     if (static_cast<int>(blockIdx.y) * ROWS >= expert.rows) return;
     load_tables(memory.tables, *p.tables);
     const int warp = threadIdx.x / kWarp, r = threadIdx.x % kWarp, h = blockIdx.x * kWarpsPerBlock + warp;
-    for (int first = blockIdx.y * ROWS; first < expert.rows; first += gridDim.y * ROWS) {
-        const int rows = min(ROWS, expert.rows - first);
-        const size_t row = static_cast<size_t>(expert.first_row) + first;
+    for (size_t first = static_cast<size_t>(blockIdx.y) * ROWS; first < static_cast<size_t>(expert.rows);
+         first += static_cast<size_t>(gridDim.y) * ROWS) {
+        const int rows = min(ROWS, static_cast<int>(expert.rows - first));
+        const size_t row = expert.first_row + first;
 #pragma unroll 1 /* the code of the products once, not twice */
         for (int is_up = 0; is_up < 2; is_up++) {
             const MatrixView &matrix = is_up ? expert.up : expert.gate;
@@ -62,9 +63,10 @@ __global__ void __launch_bounds__(kProductThreads, 1) expert_down(const __grid_c
     load_tables(memory.tables, *p.tables);
     const int warp = threadIdx.x / kWarp, r = threadIdx.x % kWarp, d = blockIdx.x * kWarpsPerBlock + warp;
     const float *hidden = expert.rotate_hidden ? p.rotated : p.hidden;
-    for (int first = blockIdx.y * ROWS; first < expert.rows; first += gridDim.y * ROWS) {
-        const int rows = min(ROWS, expert.rows - first);
-        const size_t row = static_cast<size_t>(expert.first_row) + first;
+    for (size_t first = static_cast<size_t>(blockIdx.y) * ROWS; first < static_cast<size_t>(expert.rows);
+         first += static_cast<size_t>(gridDim.y) * ROWS) {
+        const int rows = min(ROWS, static_cast<int>(expert.rows - first));
+        const size_t row = expert.first_row + first;
         dot_rows<ROWS>(expert.down, p.D, p.H, d, {hidden + row * p.H, p.H, rows}, memory, 0);
         if (r < rows && d < p.D) p.y[(row + r) * p.D + d] = memory.sums[0][warp][r];
         __syncwarp();

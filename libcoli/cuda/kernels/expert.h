@@ -4,6 +4,7 @@
 
 #include "../gpu.h"
 #include "../layout.h"
+#include "../tables.h"
 #include "coli/coli_cuda.h"
 
 namespace coli {

@@ -7,6 +7,7 @@
 
 #include "../layout.h"
 #include "../ptx/load.cuh"
+#include "../tables.h"
 
 namespace coli {
 

@@ -4,6 +4,7 @@
 
 #include "../gpu.h"
 #include "../layout.h"
+#include "../tables.h"
 
 namespace coli {
 

@@ -7,7 +7,6 @@
 #define COLI_CUDA_KERNELS_ROTATE_CUH
 
 #include "../../formats/signs.h"
-#include "../layout.h"
 #include "../plan.h"
 
 namespace coli {

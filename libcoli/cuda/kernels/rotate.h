@@ -3,7 +3,7 @@
 #define COLI_CUDA_KERNELS_ROTATE_H
 
 #include "../gpu.h"
-#include "../layout.h"
+#include "../tables.h"
 
 namespace coli {
 

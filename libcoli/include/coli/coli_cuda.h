@@ -52,7 +52,7 @@ typedef struct ColiCudaTensor ColiCudaTensor;
  * with the same list does nothing; with another list it fails until coli_cuda_shutdown. */
 COLI_API int coli_cuda_init(const int *devices, int count);
 /* Waits for work in flight and releases everything the library holds on the devices, tensors included. Handles of such
- * tensors stay valid for coli_cuda_tensor_free alone; other calls refuse them in words. Counters of tensors return to
+ * tensors are still to be freed; calls that need their contents refuse them in words. Counters of tensors return to
  * zero, those of groups stay. */
 COLI_API void coli_cuda_shutdown(void);
 /* Visible devices; needs no init. 0 where there is no driver or no GPU, and then last_error says which. */
@@ -168,7 +168,8 @@ COLI_API void coli_cuda_set_log(coli_log_fn log, void *user);
 
 /*------   Additions: tensors   ------*/
 
-/* Gives back the very bytes that were uploaded. `scales` may be NULL (then only the weights are copied), and is ignored
+/* Gives back the very bytes that were uploaded. After a failure the caller's memory may hold part of them. `scales` may be
+ * NULL (then only the weights are copied), and is ignored
  * where the format has none. */
 COLI_API int coli_cuda_tensor_download(const ColiCudaTensor *tensor, void *weights, void *scales);
 /* Declares an E8 matrix as stored without rotation (rotated = 0): as a down matrix it then takes the hidden rows as they
@@ -178,11 +179,13 @@ COLI_API int coli_cuda_tensor_set_rotated(ColiCudaTensor *tensor, int rotated);
 /*------   Additions: device pointers, the caller's stream   ------*/
 
 /* As the calls above with x and y in the memory of the tensors' device. `stream` is a cudaStream_t (NULL: the default
- * stream). Nothing is copied, allocated or waited for, so they can be captured in a CUDA graph. `rows` is read before the
- * call returns and may hold zeros. `workspace_dev` holds the hidden rows: coli_cuda_workspace_bytes() bytes, aligned to
- * 256, not shared by calls that may overlap. The caller orders coli_cuda_tensor_update after replays of a captured graph.
- */
-COLI_API size_t coli_cuda_workspace_bytes(int total_rows, int H);
+ * stream). Nothing is copied, allocated or waited for, so they can be captured in a CUDA graph; the caller orders
+ * coli_cuda_tensor_update after replays of it. `rows` is read before the call returns and may hold zeros; a group may have
+ * any number of experts. `workspace_dev` is scratch of the device, aligned to 256 bytes, of the size that
+ * coli_cuda_expert_group_workspace gives for the same arguments (0 with an error set when they do not fit); calls that may
+ * overlap do not share it. */
+COLI_API size_t coli_cuda_expert_group_workspace(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups,
+                                                 ColiCudaTensor *const *downs, const int *rows, int count);
 COLI_API int coli_cuda_matmul_dev(const ColiCudaTensor *tensor, float *y_dev, const float *x_dev, int S, void *stream);
 COLI_API int coli_cuda_expert_group_dev(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups,
                                         ColiCudaTensor *const *downs, const int *rows, int count, float *y_dev,

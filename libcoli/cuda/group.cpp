@@ -1,0 +1,83 @@
+#include "group.h"
+
+#include <algorithm>
+#include <climits>
+
+namespace coli {
+
+static_assert(sizeof(GroupParams) <= 32764, "kernel parameters end there");
+
+namespace {
+
+bool check_expert(const GroupCall &call, int c, int least_rows) {
+    const ColiCudaTensor *gate = call.gates[c], *up = call.ups[c], *down = call.downs[c];
+    const ColiCudaTensor &first = *call.gates[0];
+    COLI_FORWARD(tensor_usable(gate, "gate") && tensor_usable(up, "up") && tensor_usable(down, "down"));
+    COLI_REFUSE_IF(gate->context != first.context || up->context != first.context || down->context != first.context,
+                   COLI_E_ARGUMENT, "expert %d: gate, up and down are on devices %d, %d and %d, expected all on device %d",
+                   c, gate->context->device, up->context->device, down->context->device, first.context->device);
+    const int H = first.O, D = first.I;
+    COLI_REFUSE_IF(gate->O != H || gate->I != D || up->O != H || up->I != D || down->O != D || down->I != H, COLI_E_SHAPE,
+                   "expert %d: gate [%d, %d], up [%d, %d], down [%d, %d], expected [%d, %d], [%d, %d], [%d, %d]", c,
+                   gate->O, gate->I, up->O, up->I, down->O, down->I, H, D, H, D, D, H);
+    COLI_REFUSE_IF(call.rows[c] < least_rows, COLI_E_ARGUMENT, "expert %d has %d rows, expected at least %d", c,
+                   call.rows[c], least_rows);
+    return true;
+}
+
+size_t rows_of_hidden(int total_rows, int H) {
+    return align_up(static_cast<size_t>(total_rows) * H * sizeof(float), kPlaneAlignment);
+}
+
+} // namespace
+
+Context *context_of(const GroupCall &call) {
+    if (!call.gates || !call.ups || !call.downs || !call.rows) {
+        fail(COLI_E_ARGUMENT, "gates, ups, downs and rows must not be NULL");
+        return nullptr;
+    }
+    if (call.count < 1) {
+        fail(COLI_E_ARGUMENT, "a group of %d experts, expected 1 or more", call.count);
+        return nullptr;
+    }
+    return tensor_alive(call.gates[0], "gate") ? call.gates[0]->context : nullptr;
+}
+
+bool check_group(const GroupCall &call, int least_rows, int *total_rows) {
+    long long total = 0;
+    for (int c = 0; c < call.count; c++) {
+        COLI_FORWARD(check_expert(call, c, least_rows));
+        total += call.rows[c];
+        COLI_REFUSE_IF(total > INT_MAX, COLI_E_ARGUMENT, "a group of %lld rows and more, expected at most %d", total,
+                       INT_MAX);
+    }
+    *total_rows = static_cast<int>(total);
+    return true;
+}
+
+GroupParams group_params(const GroupCall &call, int begin, int first_row) {
+    GroupParams params{};
+    params.D = call.gates[0]->I;
+    params.H = call.gates[0]->O;
+    params.count = std::min(call.count - begin, COLI_CUDA_MAX_EXPERTS);
+    for (int e = 0; e < params.count; e++) {
+        const int c = begin + e;
+        const ColiCudaTensor *gate = call.gates[c], *up = call.ups[c], *down = call.downs[c];
+        const bool rotate_hidden = down->format == COLI_E8 && down->rotated;
+        params.experts[e] = {gate->view(), up->view(), down->view(), first_row, call.rows[c], rotate_hidden};
+        params.max_rows = std::max(params.max_rows, call.rows[c]);
+        first_row += call.rows[c];
+    }
+    return params;
+}
+
+size_t workspace_bytes(int total_rows, int H) {
+    return 2 * rows_of_hidden(total_rows, H);
+}
+
+void place_workspace(GroupParams *params, int total_rows, void *workspace) {
+    params->hidden = static_cast<float *>(workspace);
+    params->rotated = params->hidden + rows_of_hidden(total_rows, params->H) / sizeof(float);
+}
+
+} // namespace coli

@@ -1,0 +1,34 @@
+/* group.h - groups of experts: from the caller's tensors and rows to what the kernels take. */
+#ifndef COLI_CUDA_GROUP_H
+#define COLI_CUDA_GROUP_H
+
+#include "kernels/expert.h"
+#include "tensor.h"
+
+namespace coli {
+
+/* The arguments that all group calls share. */
+struct GroupCall {
+    ColiCudaTensor *const *gates, *const *ups, *const *downs;
+    const int *rows;
+    int count;
+};
+
+/* The device of a group, NULL with an error set where the first gate does not tell. Needs no lock. */
+Context *context_of(const GroupCall &call);
+
+/* Checks tensors, shapes and rows (each at least `least_rows`). The caller holds the device. *total_rows receives the sum
+ * of the rows. */
+bool check_group(const GroupCall &call, int least_rows, int *total_rows);
+
+/* Parameters of experts begin ... of a group that was checked, COLI_CUDA_MAX_EXPERTS of them at most; their rows start at
+ * `first_row`. All but the pointers. */
+GroupParams group_params(const GroupCall &call, int begin, int first_row);
+
+/* Bytes of the hidden and the rotated rows together, and their places in such memory. */
+size_t workspace_bytes(int total_rows, int H);
+void place_workspace(GroupParams *params, int total_rows, void *workspace);
+
+} // namespace coli
+
+#endif

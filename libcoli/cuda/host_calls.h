@@ -1,0 +1,20 @@
+/* host_calls.h - products of rows in host memory: staging around the kernels. The caller holds the device. */
+#ifndef COLI_CUDA_HOST_CALLS_H
+#define COLI_CUDA_HOST_CALLS_H
+
+#include "group.h"
+
+namespace coli {
+
+/* y [S, O] = x [S, I] w^T; waits. */
+bool run_matmul(const ColiCudaTensor &w, float *y, const float *x, int S);
+
+/* y = the group's rows of x; waits. */
+bool run_group(Context &context, GroupParams &params, int total_rows, float *y, const float *x);
+/* The same in two halves; the rows end in context.issued.host_y. */
+bool issue_group(Context &context, GroupParams &params, int total_rows, const float *x);
+bool take_group(Context &context);
+
+} // namespace coli
+
+#endif
