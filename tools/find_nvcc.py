@@ -45,8 +45,8 @@ def inspect(nvcc: Path) -> tuple[str, Path, Path]:
     version = re.search(r"V([\d.]+)", version_text)
     if not version:
         raise ValueError("prints no version")
-    if int(version[1].split(".")[0]) < 12:
-        raise ValueError(f"version {version[1]}, need 12 or newer")
+    if tuple(map(int, version[1].split(".")[:2])) < (12, 8):
+        raise ValueError(f"version {version[1]}, need 12.8 or newer")
     # nvcc may be a wrapper script: ask it where its toolkit lies
     plan = subprocess.run([nvcc, "-dryrun", "-x", "cu", "-E", os.devnull], capture_output=True, text=True).stderr
     stated = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)

@@ -1,4 +1,4 @@
-/* gpu.h - the one place that names the GPU runtime. */
+/* gpu.h - the one place that includes the GPU runtime. */
 #ifndef COLI_CUDA_GPU_H
 #define COLI_CUDA_GPU_H
 

@@ -1,6 +1,8 @@
-/* plan.h - which kernel, how many rows a pass, how many blocks: every tuning choice, as plain functions. */
+/* plan.h - rows a pass, threads, blocks, buffers: every tuning choice, as constants and plain functions. */
 #ifndef COLI_CUDA_PLAN_H
 #define COLI_CUDA_PLAN_H
+
+#include <cstddef>
 
 namespace coli {
 
@@ -12,6 +14,12 @@ constexpr int kMaxRowsPerPass = 16;
 constexpr int kMaxGrid = 65535;
 /* Elements of a rotation block that one thread block transforms in shared memory (32 KB). */
 constexpr int kRotationPiece = 8192;
+constexpr int kRotationThreads = 256;
+
+/* Threads of a block that packs or unpacks E8, a super-block each; and the buffer that blocks travel through, a few rows at
+ * a time. */
+constexpr int kPackThreads = 128;
+constexpr size_t kStagingBytes = size_t{8} << 20;
 
 struct ProductPlan {
     int rows_per_pass; /* 1, 4 or 16: the kernel's ROWS */

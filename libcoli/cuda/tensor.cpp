@@ -4,13 +4,11 @@
 #include <new>
 
 #include "kernels/layout.h"
+#include "plan.h"
 
 namespace coli {
 
 namespace {
-
-/* E8 blocks travel through a buffer of this size, a few rows at a time. */
-constexpr size_t kStagingBytes = size_t{8} << 20;
 
 void link_into_context(ColiCudaTensor &tensor) {
     Context &context = *tensor.context;

@@ -1,7 +1,7 @@
 /* portable.h - what lets one header of format code compile as C11, C++17 and device code.
  *
- * Headers in this folder hold geometry and decode of the weight formats, one format a file. They allocate nothing, call
- * nothing of the system and include nothing but each other and <stdint.h>. */
+ * Headers in this folder hold geometry and decode of the weight formats, one format a file. They allocate nothing and call
+ * nothing of the system. */
 #ifndef COLI_FORMATS_PORTABLE_H
 #define COLI_FORMATS_PORTABLE_H
 

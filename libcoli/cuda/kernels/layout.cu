@@ -1,10 +1,10 @@
 #include "layout.h"
 
+#include "../plan.h"
+
 namespace coli {
 
 namespace {
-
-constexpr int kThreads = 128; /* a super-block each */
 
 /* Where super-block `block`, counted over the whole matrix, lies in the planes. */
 struct E8Place {
@@ -20,7 +20,7 @@ __device__ E8Place place_of(uint8_t *planes, int O, int blocks_per_row, size_t b
 }
 
 __global__ void pack_e8(const uint8_t *blocks, uint8_t *planes, int O, int blocks_per_row, size_t first, size_t count) {
-    const size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x;
+    const size_t i = static_cast<size_t>(blockIdx.x) * kPackThreads + threadIdx.x;
     if (i >= count) return;
     const uint8_t *source = blocks + i * COLI_E8_BLOCK_BYTES;
     const E8Place target = place_of(planes, O, blocks_per_row, first + i);
@@ -30,7 +30,7 @@ __global__ void pack_e8(const uint8_t *blocks, uint8_t *planes, int O, int block
 }
 
 __global__ void unpack_e8(uint8_t *planes, uint8_t *blocks, int O, int blocks_per_row, size_t first, size_t count) {
-    const size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x;
+    const size_t i = static_cast<size_t>(blockIdx.x) * kPackThreads + threadIdx.x;
     if (i >= count) return;
     const E8Place source = place_of(planes, O, blocks_per_row, first + i);
     uint8_t *target = blocks + i * COLI_E8_BLOCK_BYTES;
@@ -44,22 +44,22 @@ __global__ void unpack_e8(uint8_t *planes, uint8_t *blocks, int O, int blocks_pe
 }
 
 unsigned grid_for(size_t count) {
-    return static_cast<unsigned>((count + kThreads - 1) / kThreads);
+    return static_cast<unsigned>((count + kPackThreads - 1) / kPackThreads);
 }
 
 } // namespace
 
 cudaError_t launch_pack_e8(const uint8_t *blocks, uint8_t *planes, int O, int I, int first, int rows, cudaStream_t stream) {
     const size_t per_row = coli_e8_blocks(I), count = rows * per_row;
-    pack_e8<<<grid_for(count), kThreads, 0, stream>>>(blocks, planes, O, coli_e8_blocks(I), first * per_row, count);
+    pack_e8<<<grid_for(count), kPackThreads, 0, stream>>>(blocks, planes, O, coli_e8_blocks(I), first * per_row, count);
     return cudaGetLastError();
 }
 
 cudaError_t launch_unpack_e8(const uint8_t *planes, uint8_t *blocks, int O, int I, int first, int rows,
                              cudaStream_t stream) {
     const size_t per_row = coli_e8_blocks(I), count = rows * per_row;
-    unpack_e8<<<grid_for(count), kThreads, 0, stream>>>(const_cast<uint8_t *>(planes), blocks, O, coli_e8_blocks(I),
-                                                        first * per_row, count);
+    unpack_e8<<<grid_for(count), kPackThreads, 0, stream>>>(const_cast<uint8_t *>(planes), blocks, O, coli_e8_blocks(I),
+                                                            first * per_row, count);
     return cudaGetLastError();
 }
 

@@ -11,8 +11,6 @@
 
 namespace coli {
 
-constexpr int kRotationThreads = 256;
-
 /* A piece of a row: elements offset + index * size ... of a rotation block of n that starts at offset. */
 struct RotationPiece {
     int offset, n, size, index;
