@@ -6,10 +6,14 @@ import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+import pycoli
+from pycoli import cpu
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,7 +32,9 @@ def _compile(build: Path, *options: str, targets: tuple[str, ...] = ()) -> Path:
 
 
 def _run(command: list[str]) -> None:
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # ninja may lie beside this Python alone, in a virtual environment that is not activated
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode:
         pytest.fail(f"{' '.join(command)}\n{result.stdout[-6000:]}", pytrace=False)
 
@@ -48,13 +54,14 @@ def simt_lib(build_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def sanitized_simt_lib():
-    """A function (sanitizers, comma-separated) -> the GPU backend compiled for the CPU with them."""
+def sanitized_build():
+    """A function (sanitizers, comma-separated) -> build folder of the GPU backend compiled for the CPU with them, and of
+    the C host t_host_simt."""
 
     def build(sanitizers: str) -> Path:
         options = [f"-Dsimt_sanitize={sanitizers}", "-Dbuildtype=debugoptimized"]
         folder = ROOT / "build" / f"tests-{sanitizers.replace(',', '-')}"
-        return _compile(folder, *options, targets=("coli_cuda_simt",)) / "tests" / "simt" / "libcoli_cuda_simt.so"
+        return _compile(folder, *options, targets=("coli_cuda_simt", "t_host_simt"))
 
     return build
 
@@ -72,6 +79,17 @@ def shared() -> Path:
 def rng() -> np.random.Generator:
     """Random numbers, the same in every run."""
     return np.random.default_rng(20260)
+
+
+@pytest.fixture(params=["scalar", "avx2", "avx512"])
+def isa(request) -> Iterator[str]:
+    """The test runs once on each of the CPU's instruction sets; those that build or processor lack are skipped."""
+    try:
+        cpu.set_isa(request.param)
+    except pycoli.NotProvidedError as reason:
+        pytest.skip(str(reason))
+    yield request.param
+    cpu.set_isa(None)
 
 
 @pytest.fixture(scope="session")
