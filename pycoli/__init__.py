@@ -20,6 +20,7 @@ from .device import Device, Tensor
 from .errors import (
     ArgumentError,
     BackendError,
+    CheckpointError,
     ColiError,
     DeviceError,
     DtypeError,
@@ -43,6 +44,7 @@ __all__ = [
     "ArgumentError",
     "Backend",
     "BackendError",
+    "CheckpointError",
     "ColiError",
     "Device",
     "DeviceError",

@@ -131,12 +131,12 @@ class Backend:
         Waits for calls in progress. StateError while E8 matrices are on a device: they would decode differently.
         """
         codebook = checked_codebook(codebook)
-        self.start()
+        self._start()
         with self._all_devices():
             live = sum(1 for tensor in self._tensors if tensor.fmt == "e8" and not tensor.freed)
             if live and codebook != self.e8_codebook:
                 raise StateError(f"{live} E8 matrices on devices use the present codebook: free them first")
-            self.call("coli_cuda_e8_set_grid", codebook)
+            self._call("coli_cuda_e8_set_grid", codebook)
             self.e8_codebook = codebook
 
     def shutdown(self) -> None:
@@ -147,7 +147,7 @@ class Backend:
             with self._all_devices():
                 for tensor in list(self._tensors):
                     tensor.free()
-                self.entry("coli_cuda_shutdown")()
+                self._entry("coli_cuda_shutdown")()
                 for slot in self._slots.values():
                     slot.issued = None
                 self._started_in = None
@@ -158,31 +158,35 @@ class Backend:
 
     # What the other modules of the package use.
 
-    def entry(self, name: str):
+    def _entry(self, name: str):
         """An entry point as a function. NotProvidedError where the library lacks it."""
         try:
             return getattr(self._library, name)
         except ffi.error:
             raise NotProvidedError(f"{self.path} lacks {name}") from None
 
-    def call(self, name: str, *arguments) -> None:
+    def _call(self, name: str, *arguments) -> None:
         """Calls an entry point that returns 1 or 0, and raises what the library says after a 0."""
-        if not self.entry(name)(*arguments):
-            raise self.error(name)
+        if not self._entry(name)(*arguments):
+            raise self._error(name)
 
-    def error(self, name: str) -> ColiError:
+    def _why_not_expert(self, feature: str, gate, up, down) -> str | None:
+        """Why a feature such as "expert_group" cannot compute an expert of these coli_matrix pointers."""
+        return text(lib.coli_backend_why_not_expert(self._handle, feature.encode(), gate, up, down))
+
+    def _error(self, name: str) -> ColiError:
         """The exception for a call that has just failed in this thread."""
         status = lib.COLI_E_DEVICE
         if self.has("coli_cuda_last_status"):
             status = self._library.coli_cuda_last_status() or status
         return error_of(status, self._last_error(name))
 
-    def start(self) -> None:
+    def _start(self) -> None:
         """Prepares the visible devices and publishes the tables, at the first call."""
         if self._started_in == os.getpid():
             return
         with self._start_lock:
-            if self.in_other_process():
+            if self._in_other_process():
                 raise DeviceError(
                     f"process {self._started_in} uses the GPU library, and its fork {os.getpid()} cannot use it too: "
                     "start worker processes by spawning, or before the first use of a device"
@@ -194,17 +198,17 @@ class Backend:
                 for ordinal in ordinals:
                     self._slots.setdefault(ordinal, Slot())
 
-    def in_other_process(self) -> bool:
+    def _in_other_process(self) -> bool:
         """Whether this process was forked from the one that prepared the devices, and so cannot use them."""
         return self._started_in not in (None, os.getpid())
 
-    def register(self, tensor) -> None:
+    def _register(self, tensor) -> None:
         """Has a tensor freed before the library is shut down."""
         self._tensors.add(tensor)
 
-    def slot(self, ordinal: int) -> Slot:
+    def _slot(self, ordinal: int) -> Slot:
         """The bookkeeping of a device. DeviceError for one that is not there."""
-        self.start()
+        self._start()
         if ordinal not in self._slots:
             there = ", ".join(f"cuda:{n}" for n in sorted(self._slots))
             raise DeviceError(f"there is no device cuda:{ordinal}; there are {there}")
@@ -217,15 +221,15 @@ class Backend:
             raise DeviceError(self.why_no_device())
         library = self._library
         if not library.coli_cuda_init(ffi.new("int[]", visible), len(visible)):
-            error = self.error("coli_cuda_init")
+            error = self._error("coli_cuda_init")
             visible = [library.coli_cuda_device_at(i) for i in range(library.coli_cuda_device_count())]
             if not visible:
                 raise error
         try:
             if self.has("coli_cuda_e8_set_grid"):
-                self.call("coli_cuda_e8_set_grid", published_codebook())
+                self._call("coli_cuda_e8_set_grid", published_codebook())
             if self.has("coli_cuda_fp8_set_lut"):
-                self.call("coli_cuda_fp8_set_lut", floats(fp8_values()))
+                self._call("coli_cuda_fp8_set_lut", floats(fp8_values()))
         except ColiError:
             library.coli_cuda_shutdown()
             raise
@@ -252,7 +256,7 @@ class Backend:
         return said or f"{name} returned 0 (this library does not say why)"
 
     def _optional_text(self, name: str) -> str | None:
-        return text(self.entry(name)()) if self.has(name) else None
+        return text(self._entry(name)()) if self.has(name) else None
 
 
 def _packaged_path() -> str | None:

@@ -24,9 +24,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .tensorfile import CheckpointError, TensorFile
+from .errors import CheckpointError
+from .tensorfile import TensorFile
 
-__all__ = ["Checkpoint", "CheckpointError", "ExpertWeights", "number_ranges", "recorded_input_name"]
+__all__ = ["Checkpoint", "ExpertWeights", "number_ranges", "recorded_input_name"]
 
 _EXPERTS = r"^(?P<prefix>(?:.*\.)?)layers\.(?P<layer>\d{1,6})\.(?:mlp|block_sparse_moe|feed_forward)\.experts\."
 _SEPARATE = re.compile(_EXPERTS + r"(?P<expert>\d{1,6})\.(?P<matrix>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")

@@ -76,7 +76,7 @@ class Device:
             raise ArgumentError(f"a Device is a GPU such as 'cuda:0', got {device!r}")
         self.name = f"cuda:{self.ordinal}"
         self.backend = backend if isinstance(backend, Backend) else self._opened(backend)
-        self._slot = self.backend.slot(self.ordinal)
+        self._slot = self.backend._slot(self.ordinal)
 
     def _opened(self, path) -> Backend:
         try:
@@ -92,7 +92,7 @@ class Device:
         if not self.backend.has("device_name"):
             return None
         name = ffi.new("char[]", 256)
-        self.call("coli_cuda_device_name", self.ordinal, name, len(name))
+        self._call("coli_cuda_device_name", self.ordinal, name, len(name))
         return text(name)
 
     @property
@@ -100,26 +100,26 @@ class Device:
         """Whether the device shares the host's memory."""
         if not self.backend.has("device_integrated"):
             return False
-        return bool(self.backend.entry("coli_cuda_device_integrated")(self.ordinal))
+        return bool(self.backend._entry("coli_cuda_device_integrated")(self.ordinal))
 
     def memory(self) -> Memory:
         """Free and total bytes."""
         free, total = ffi.new("size_t *"), ffi.new("size_t *")
-        self.call("coli_cuda_mem_info", self.ordinal, free, total)
+        self._call("coli_cuda_mem_info", self.ordinal, free, total)
         return Memory(free[0], total[0])
 
     def stats(self) -> Stats:
         """Matrices on the device and their bytes."""
         count, nbytes = ffi.new("size_t *"), ffi.new("size_t *")
-        with self.turn():
-            self.backend.entry("coli_cuda_stats")(self.ordinal, count, nbytes)
+        with self._turn():
+            self.backend._entry("coli_cuda_stats")(self.ordinal, count, nbytes)
         return Stats(count[0], nbytes[0])
 
     def group_stats(self) -> GroupStats:
         """Expert groups that the device has computed."""
         counters = [ffi.new("uint64_t *") for _ in range(3)] + [ffi.new("double *") for _ in range(3)]
-        with self.turn():
-            self.backend.entry("coli_cuda_group_stats_device")(self.ordinal, *counters)
+        with self._turn():
+            self.backend._entry("coli_cuda_group_stats_device")(self.ordinal, *counters)
         return GroupStats(*(counter[0] for counter in counters))
 
     def __eq__(self, other) -> bool:
@@ -133,20 +133,20 @@ class Device:
 
     # What the other modules of the package use.
 
-    def call(self, name: str, *arguments) -> None:
-        """Backend.call() in the device's turn."""
-        with self.turn():
-            self.backend.call(name, *arguments)
+    def _call(self, name: str, *arguments) -> None:
+        """Backend._call() in the device's turn."""
+        with self._turn():
+            self.backend._call(name, *arguments)
 
     @contextmanager
-    def turn(self):
+    def _turn(self):
         """Takes the device's turn: other threads' calls for it wait until the block ends. Gives the device's Slot."""
-        self.backend.start()
+        self.backend._start()
         with self._slot.lock:
             self._free_abandoned()
             yield self._slot
 
-    def abandon(self, handle) -> None:
+    def _abandon(self, handle) -> None:
         """Frees a tensor as soon as the device's turn can be had without waiting.
 
         For finalizers: they run in the middle of anything, other devices' turns included, so waiting could deadlock.
@@ -160,7 +160,7 @@ class Device:
 
     def _free_abandoned(self) -> None:
         while self._slot.abandoned:
-            self.backend.entry("coli_cuda_tensor_free")(self._slot.abandoned.pop())
+            self.backend._entry("coli_cuda_tensor_free")(self._slot.abandoned.pop())
 
 
 class Tensor:
@@ -180,8 +180,6 @@ class Tensor:
     device : Device
     fmt, shape, group_size, rotated
         As in Weights.
-    format_number : int
-        The format's number in the C interface.
 
     Raises
     ------
@@ -196,11 +194,13 @@ class Tensor:
     """
 
     def __init__(self, weights: Weights, device: str | int | Device = "cuda:0"):
-        self._handle = None
+        self._address = None
         _check_is_weights(weights, "weights")
         self.device = Device(device)
         self.fmt = weights.fmt
-        self.format_number = weights.matrix.format
+        # What it is, for C functions that do not read its bytes.
+        self._matrix = ffi.new("coli_matrix *", weights._matrix[0])
+        self._matrix.weights = self._matrix.scales = self._matrix.codebook = ffi.NULL
         self.shape = weights.shape
         self.group_size = weights.group_size
         self.rotated = weights.rotated
@@ -209,13 +209,13 @@ class Tensor:
     @property
     def freed(self) -> bool:
         """Whether the matrix has left the device."""
-        return self._handle is None
+        return self._address is None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights and scales."""
-        with self.device.turn():
-            return self.device.backend.entry("coli_cuda_tensor_bytes")(self.handle)
+        with self.device._turn():
+            return self.device.backend._entry("coli_cuda_tensor_bytes")(self._handle)
 
     @property
     def vram(self) -> int:
@@ -223,15 +223,15 @@ class Tensor:
         backend = self.device.backend
         if not backend.has("tensor_vram"):
             return self.nbytes
-        with self.device.turn():
-            return backend.entry("coli_cuda_tensor_vram")(self.handle)
+        with self.device._turn():
+            return backend._entry("coli_cuda_tensor_vram")(self._handle)
 
     @property
-    def handle(self):
-        """The C handle. To be used inside ``with tensor.device.turn()``. FreedError after free()."""
+    def _handle(self):
+        """The C handle. To be used inside ``with tensor.device._turn()``. FreedError after free()."""
         if self.freed:
             raise FreedError(f"the {self.fmt} tensor {list(self.shape)} on {self.device.name} has been freed")
-        return self._handle
+        return self._address
 
     def update(self, weights: Weights) -> None:
         """Replaces the contents in place, after work that still reads them.
@@ -256,9 +256,9 @@ class Tensor:
             raise FormatError(f"the tensor is {_kind(self)}, the new weights are {_kind(weights)}")
         backend = self.device.backend
         backend.require("update")
-        with self.device.turn():
+        with self.device._turn():
             self._check_codebook(weights)
-            backend.call("coli_cuda_tensor_update", self.handle, weights.matrix.weights, weights.matrix.scales)
+            backend._call("coli_cuda_tensor_update", self._handle, weights._matrix.weights, weights._matrix.scales)
 
     def download(self) -> Weights:
         """The very bytes that were uploaded. NotProvidedError where the library has no download."""
@@ -267,8 +267,8 @@ class Tensor:
         number, group = parse_format(self.fmt)
         data = np.empty(lib.coli_weight_bytes(number, *self.shape), np.uint8)
         scales = empty_scales(number, *self.shape, group)
-        with self.device.turn():
-            backend.call("coli_cuda_tensor_download", self.handle, pointer(data), pointer(scales))
+        with self.device._turn():
+            backend._call("coli_cuda_tensor_download", self._handle, pointer(data), pointer(scales))
             codebook = backend.e8_codebook if self.fmt == "e8" else None
         options = {"fmt": self.fmt, "shape": self.shape, "rotated": self.rotated, "codebook": codebook}
         return Weights.from_bytes(seal(data), scales=scales, **options)
@@ -277,13 +277,13 @@ class Tensor:
         """Releases the device memory, after work that still reads it. A second call does nothing."""
         if self.freed:
             return
-        if self.device.backend.in_other_process():
-            self._handle = None
+        if self.device.backend._in_other_process():
+            self._address = None
             return
-        with self.device.turn():
-            handle, self._handle = self._handle, None
+        with self.device._turn():
+            handle, self._address = self._address, None
             if handle is not None:
-                self.device.backend.entry("coli_cuda_tensor_free")(handle)
+                self.device.backend._entry("coli_cuda_tensor_free")(handle)
 
     def __enter__(self) -> Tensor:
         return self
@@ -292,9 +292,9 @@ class Tensor:
         self.free()
 
     def __del__(self):
-        handle, self._handle = self._handle, None
-        if handle is not None and not self.device.backend.in_other_process():
-            self.device.abandon(handle)
+        handle, self._address = self._address, None
+        if handle is not None and not self.device.backend._in_other_process():
+            self.device._abandon(handle)
 
     def __repr__(self) -> str:
         state = ", freed" if self.freed else ""
@@ -303,24 +303,24 @@ class Tensor:
     def _upload(self, weights: Weights) -> None:
         backend = self.device.backend
         backend.require(self.fmt)
-        matrix = weights.matrix
+        matrix = weights._matrix
         slot = ffi.new("ColiCudaTensor **")
         place = (matrix.columns, matrix.rows, self.device.ordinal)
-        with self.device.turn():
+        with self.device._turn():
             self._check_codebook(weights)
             if matrix.format == lib.COLI_INT4_GROUPED:
                 source = (matrix.weights, matrix.scales, matrix.format)
-                backend.call("coli_cuda_tensor_upload_g", slot, *source, *place, matrix.group_size)
+                backend._call("coli_cuda_tensor_upload_g", slot, *source, *place, matrix.group_size)
             else:
-                backend.call("coli_cuda_tensor_upload", slot, matrix.weights, matrix.scales, matrix.format, *place)
-            self._handle = slot[0]
-            backend.register(self)
-            if is_unrotated_e8(self) and backend.has("tensor_set_rotated"):
+                backend._call("coli_cuda_tensor_upload", slot, matrix.weights, matrix.scales, matrix.format, *place)
+            self._address = slot[0]
+            backend._register(self)
+            if _is_unrotated_e8(self) and backend.has("tensor_set_rotated"):
                 self._declare_unrotated()
 
     def _declare_unrotated(self) -> None:
         try:
-            self.device.backend.call("coli_cuda_tensor_set_rotated", self._handle, 0)
+            self.device.backend._call("coli_cuda_tensor_set_rotated", self._address, 0)
         except ColiError:
             self.free()
             raise
@@ -333,7 +333,7 @@ class Tensor:
             )
 
 
-def is_unrotated_e8(matrix: Weights | Tensor) -> bool:
+def _is_unrotated_e8(matrix: Weights | Tensor) -> bool:
     return matrix.fmt == "e8" and not matrix.rotated
 
 
@@ -357,4 +357,4 @@ def _check_is_weights(weights, what: str) -> None:
 
 
 def _kind(matrix: Weights | Tensor) -> str:
-    return "unrotated e8" if is_unrotated_e8(matrix) else matrix.fmt
+    return "unrotated e8" if _is_unrotated_e8(matrix) else matrix.fmt

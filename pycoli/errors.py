@@ -29,6 +29,10 @@ class SizeError(ColiError, ValueError):
     """The number of weight bytes or scales is not what format and shape require."""
 
 
+class CheckpointError(ColiError, ValueError):
+    """A file of weights or activations that cannot be used; the text names the file and the tensor."""
+
+
 class NotFiniteError(ColiError, ValueError):
     """NaN or infinity where a finite number is needed."""
 

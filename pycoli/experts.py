@@ -14,7 +14,7 @@ from ._lib import ffi, lib
 from .device import Device
 from .errors import ArgumentError, DeviceError, DtypeError, FreedError, OutOfMemoryError, ShapeError, StateError
 from .placement import Matrix, choose, may_fall_back, uploaded
-from .products import check_expert, expert, takes_one_call
+from .products import check_expert, expert, why_not_one_call
 from .weights import rotate
 
 
@@ -54,20 +54,25 @@ class Expert:
         self.hidden, self.dim = gate.shape
         self._freed = False
         self._owned = ExitStack()
-        self.place: Device | None
-        self.place, self.why_cpu = choose((gate, up, down), device)
-        if self.place:
+        self._place: Device | None
+        self._place, self.why_cpu = choose((gate, up, down), device)
+        if self._place:
             try:
-                gate, up, down = self._owned.enter_context(uploaded((gate, up, down), self.place))
+                gate, up, down = self._owned.enter_context(uploaded((gate, up, down), self._place))
             except (DeviceError, OutOfMemoryError) as error:
                 if not may_fall_back((gate, up, down), device):
                     raise
-                self.place, self.why_cpu = None, str(error)
+                self._place, self.why_cpu = None, str(error)
         self.gate, self.up, self.down = gate, up, down
 
     @property
     def device(self) -> str:
-        return self.place.name if self.place else "cpu"
+        return self._place.name if self._place else "cpu"
+
+    @property
+    def why_by_parts(self) -> str | None:
+        """Why its three products are calls of their own, with the rest on the CPU; None where one call does it all."""
+        return why_not_one_call("expert_mlp", self.gate, self.up, self.down)
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +88,7 @@ class Expert:
         DeviceError, OutOfMemoryError
             The GPU failed.
         """
-        self.check_live()
+        self._check_live()
         rows, leading = as_rows(x, self.dim, "x")
         return expert(rows, self.gate, self.up, self.down).reshape(*leading, self.dim)
 
@@ -92,7 +97,7 @@ class Expert:
         self._freed = True
         self._owned.close()
 
-    def check_live(self) -> None:
+    def _check_live(self) -> None:
         """FreedError after free()."""
         if self._freed:
             raise FreedError(f"the expert [{self.hidden}, {self.dim}] on {self.device} has been freed")
@@ -111,8 +116,9 @@ class Expert:
 class ExpertGroup:
     """Experts of one shape on one device, computed together, each with rows of its own.
 
-    Formats may be mixed, and there may be any number of experts. The group keeps the experts alive but does not own
-    them. One thread at a time may use a group.
+    Formats may be mixed, and there may be any number of experts. Those that the device cannot compute together are
+    computed one after the other, with the same results; why_not() says why. The group keeps the experts alive but does
+    not own them. One thread at a time may use a group.
 
     Parameters
     ----------
@@ -143,16 +149,36 @@ class ExpertGroup:
             if (other.hidden, other.dim) != (first.hidden, first.dim):
                 shapes = f"{[first.hidden, first.dim]}, got {[other.hidden, other.dim]}"
                 raise ShapeError(f"experts[{i}] must have the shape of experts[0], {shapes}")
-            if other.place != first.place:
+            if other._place != first._place:
                 raise DeviceError(f"experts[{i}] must be on {first.device} like experts[0], got {other.device}")
-        self.place = first.place
+        self._place = first._place
         self.dim = first.dim
-        self._one_call = [takes_one_call(e.gate, e.up, e.down) for e in self.experts]
+        self._apart = {
+            feature: [why_not_one_call(feature, e.gate, e.up, e.down) for e in self.experts]
+            for feature in ("expert_group", "issue_take")
+        }
         self._pending: _Pending | None = None
 
     @property
     def device(self) -> str:
         return self.experts[0].device
+
+    def why_not(self, feature: str) -> str | None:
+        """Why some of the experts are computed one after the other, not together: a sentence, or None where none are.
+
+        Parameters
+        ----------
+        feature : "expert_group" or "issue_take"
+            For calls, or for issue(), which waits for the result where it cannot overlap.
+
+        Raises
+        ------
+        ArgumentError
+            It is another name.
+        """
+        if feature not in self._apart:
+            raise ArgumentError(f"feature must be one of {', '.join(self._apart)}, got {feature!r}")
+        return next(filter(None, self._apart[feature]), None)
 
     def __call__(self, x, rows: Sequence[int] | None = None):
         """Computes every expert on its rows.
@@ -181,8 +207,8 @@ class ExpertGroup:
     def issue(self, x, rows: Sequence[int] | None = None) -> None:
         """Starts a computation and returns; x may be reused at once. take() gives the result.
 
-        A device takes one issue at a time. Where the work cannot overlap (on the CPU, or with a GPU library that has no
-        issue), it is done before this returns.
+        A device takes one issue at a time. Where the work cannot overlap, it is done before this returns, and
+        why_not("issue_take") says why.
 
         Parameters
         ----------
@@ -203,7 +229,7 @@ class ExpertGroup:
         if total > lib.COLI_CUDA_MAX_ISSUE_ROWS:
             raise ArgumentError(f"issue takes at most {lib.COLI_CUDA_MAX_ISSUE_ROWS} rows in total, got {total}")
         active = batch.active()
-        if total and self._grouped("issue_take") and all(self._one_call[i] for i in active):
+        if total and not any(self._apart["issue_take"][i] for i in active):
             self._issue(batch, active)
             self._pending = _Pending(batch, None)
         else:
@@ -230,7 +256,7 @@ class ExpertGroup:
 
     def _batch(self, x, rows) -> _Batch:
         for member in self.experts:
-            member.check_live()
+            member._check_live()
         count = len(self.experts)
         if rows is None:
             arrays = list(x)
@@ -253,7 +279,7 @@ class ExpertGroup:
     def _compute(self, batch: _Batch) -> np.ndarray:
         y = np.empty_like(batch.x)
         active = batch.active()
-        together = [i for i in active if self._one_call[i]] if self._grouped("expert_group") else []
+        together = [i for i in active if not self._apart["expert_group"][i]]
         most = lib.COLI_CUDA_MAX_EXPERTS
         for start in range(0, len(together), most):
             chosen = together[start : start + most]
@@ -264,36 +290,33 @@ class ExpertGroup:
             y[part] = expert(batch.x[part], member.gate, member.up, member.down)
         return y
 
-    def _grouped(self, feature: str) -> bool:
-        return self.place is not None and not self.place.backend.why_not(feature)
-
     def _group_call(self, batch: _Batch, chosen: list[int]) -> np.ndarray:
         x = self._rotated_rows(batch, chosen)
         y = np.empty_like(x)
-        with self.place.turn():
-            self.place.backend.call("coli_cuda_expert_group", *self._arguments(batch, chosen), floats(y), floats(x))
+        with self._place._turn():
+            self._place.backend._call("coli_cuda_expert_group", *self._arguments(batch, chosen), floats(y), floats(x))
         return y
 
     def _issue(self, batch: _Batch, chosen: list[int]) -> None:
-        backend = self.place.backend
+        backend = self._place.backend
         x = self._rotated_rows(batch, chosen)
-        with self.place.turn() as slot:
+        with self._place._turn() as slot:
             if slot.issued and slot.issued():
                 raise StateError(f"another group has been issued on {self.device}: take() its result first")
             if slot.issued:  # its group is gone, and nobody will ask for the result
-                backend.entry("coli_cuda_expert_group_take")(self.place.ordinal)
-            backend.call("coli_cuda_expert_group_issue", *self._arguments(batch, chosen), floats(x))
+                backend._entry("coli_cuda_expert_group_take")(self._place.ordinal)
+            backend._call("coli_cuda_expert_group_issue", *self._arguments(batch, chosen), floats(x))
             slot.issued = weakref.ref(self)
 
     def _take(self, rows: int) -> np.ndarray:
-        backend = self.place.backend
-        with self.place.turn() as slot:
+        backend = self._place.backend
+        with self._place._turn() as slot:
             if not slot.issued or slot.issued() is not self:
                 raise StateError(f"the issued rows are gone: {self.device} has been shut down since")
             slot.issued = None
-            y = backend.entry("coli_cuda_expert_group_take")(self.place.ordinal)
+            y = backend._entry("coli_cuda_expert_group_take")(self._place.ordinal)
             if not y:
-                raise backend.error("coli_cuda_expert_group_take")
+                raise backend._error("coli_cuda_expert_group_take")
             return np.frombuffer(ffi.buffer(y, 4 * rows * self.dim), np.float32).reshape(rows, self.dim).copy()
 
     def _rotated_rows(self, batch: _Batch, chosen: list[int]) -> np.ndarray:
@@ -307,7 +330,7 @@ class ExpertGroup:
         """The first arguments of the C group functions. To be used inside the device's turn."""
         members = [self.experts[i] for i in chosen]
         for name in ("gate", "up", "down"):
-            yield ffi.new("ColiCudaTensor *[]", [getattr(member, name).handle for member in members])
+            yield ffi.new("ColiCudaTensor *[]", [getattr(member, name)._handle for member in members])
         yield ffi.new("int[]", [batch.rows[i] for i in chosen])
         yield len(chosen)
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from ._arrays import as_rows, floats
 from ._lib import check, ffi, lib
-from .device import is_unrotated_e8
 from .errors import ShapeError
 from .placement import Matrix, check_is_matrix, compute
 from .weights import Weights, rotate
@@ -89,47 +88,48 @@ def product(x: np.ndarray, matrix: Matrix) -> np.ndarray:
     x = rotate(x) if matrix.rotated else x
     y = np.empty((len(x), matrix.shape[0]), np.float32)
     if isinstance(matrix, Weights):
-        check(lib.coli_matmul(matrix.matrix, floats(x), len(x), floats(y)))
+        check(lib.coli_matmul(matrix._matrix, floats(x), len(x), floats(y)))
         return y
-    with matrix.device.turn():
-        slot = ffi.new("ColiCudaTensor **", matrix.handle)
+    with matrix.device._turn():
+        slot = ffi.new("ColiCudaTensor **", matrix._handle)
         if len(x):
             size = (len(x), matrix.shape[1], matrix.shape[0])
             place = (matrix.device.ordinal, matrix.group_size or 0)
-            data = (ffi.NULL, ffi.NULL, matrix.format_number)
-            matrix.device.backend.call("coli_cuda_matmul", slot, floats(y), floats(x), *data, *size, *place)
+            data = (ffi.NULL, ffi.NULL, matrix._matrix.format)
+            matrix.device.backend._call("coli_cuda_matmul", slot, floats(y), floats(x), *data, *size, *place)
     return y
 
 
 def expert(x: np.ndarray, gate: Matrix, up: Matrix, down: Matrix) -> np.ndarray:
     """Plain rows float32 [S, D] through an expert in place: float32 [S, D]."""
-    if not takes_one_call(gate, up, down):
+    if why_not_one_call("expert_mlp", gate, up, down):
         return _expert_by_parts(x, gate, up, down)
     x = rotate(x) if gate.rotated else x
     y = np.empty_like(x)
     if isinstance(gate, Weights):
-        matrices = (gate.matrix, up.matrix, down.matrix)
+        matrices = (gate._matrix, up._matrix, down._matrix)
         check(lib.coli_expert_mlp(*matrices, floats(x), len(x), floats(y)))
         return y
-    with gate.device.turn():
-        handles = (gate.handle, up.handle, down.handle)
+    with gate.device._turn():
+        handles = (gate._handle, up._handle, down._handle)
         if len(x):
-            gate.device.backend.call("coli_cuda_expert_mlp", *handles, floats(y), floats(x), len(x))
+            gate.device.backend._call("coli_cuda_expert_mlp", *handles, floats(y), floats(x), len(x))
     return y
 
 
-def takes_one_call(gate: Matrix, up: Matrix, down: Matrix) -> bool:
-    """Whether the C functions for experts can compute this one.
+def why_not_one_call(feature: str, gate: Matrix, up: Matrix, down: Matrix) -> str | None:
+    """Why the C function of a feature cannot compute an expert in place; None when it can.
 
-    They take one x for gate and up, rotated or not; and a GPU library without coli_cuda_tensor_set_rotated takes every
-    E8 down matrix for a rotated one.
+    The features are "expert_mlp", "expert_group" and "issue_take". All take one x for gate and up, rotated or not.
     """
+    on_cpu = isinstance(gate, Weights)
+    if on_cpu and feature != "expert_mlp":
+        return "experts on the CPU are computed one after the other"
     if gate.rotated != up.rotated:
-        return False
-    if isinstance(gate, Weights):
-        return True
-    backend = gate.device.backend
-    return not backend.why_not("expert_mlp") and not (is_unrotated_e8(down) and not backend.has("tensor_set_rotated"))
+        return "its gate and up matrices need different inputs: one is stored rotated, the other is not"
+    if on_cpu:
+        return None
+    return gate.device.backend._why_not_expert(feature, gate._matrix, up._matrix, down._matrix)
 
 
 def _expert_by_parts(x: np.ndarray, gate: Matrix, up: Matrix, down: Matrix) -> np.ndarray:

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from .errors import ColiError
+from .errors import CheckpointError
 
 DTYPES = {
     "F64": np.dtype("<f8"),
@@ -25,10 +25,6 @@ DTYPES = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 """The floating-point types that can be viewed, by their names in the file."""
-
-
-class CheckpointError(ColiError, ValueError):
-    """A file of weights or activations that cannot be used; the text names the file and the tensor."""
 
 
 class TensorFile:

@@ -7,13 +7,13 @@ import operator
 from dataclasses import dataclass
 from functools import partial
 
+import ml_dtypes
 import numpy as np
 
 from ._arrays import as_byte_array, as_bytes, as_float32, as_matrix, check_finite, floats, freeze, seal
 from ._lib import check, ffi, lib, text
 from .errors import ArgumentError, DtypeError, FormatError, ShapeError, SizeError
 
-_MANY_COLUMNS = 1 << 20  # enough that every format with groups of columns has more than one scale a row
 _MAX_DIM = 2**31 - 1
 _CONTAINER_TAG = 6.0  # containers store one float of this value where an E8 matrix has no scales
 
@@ -30,6 +30,9 @@ class Format:
         Of a large matrix, scales included.
     scale_dtype : str or None
         "float32" or "uint8"; None where the format has no scales of its own.
+    scale_columns : int or None
+        Columns of a row that share a scale; None where the whole row does, where the name or group_size says it, and
+        where there are no scales.
     can_encode, on_gpu : bool
         Whether encode() takes it, and whether GPUs can hold it.
     summary : str
@@ -39,6 +42,7 @@ class Format:
     name: str
     bits_per_weight: float
     scale_dtype: str | None
+    scale_columns: int | None
     can_encode: bool
     on_gpu: bool
     summary: str
@@ -99,8 +103,6 @@ def encode(w, fmt: str, *, rotate: bool = True, group_size: int | None = None) -
     DtypeError, ShapeError, FormatError
     NotFiniteError
         Names the first element that is NaN or infinite.
-    NotProvidedError
-        The format can be read but not written.
     """
     number, group = parse_format(fmt, group_size)
     w = as_matrix(w, "w")
@@ -137,8 +139,6 @@ class Weights:
         Whether the rows are stored as rotate(row). False for every format but "e8".
     codebook : bytes or None
         The 1024 bytes of an E8 codebook that is not the published one.
-    matrix : cffi coli_matrix *
-        The view of all this that C functions take. Lives as long as the object.
     """
 
     data: np.ndarray
@@ -148,7 +148,7 @@ class Weights:
     group_size: int | None
     rotated: bool
     codebook: bytes | None
-    matrix: object
+    _matrix: object  # coli_matrix *: the view of all this that C functions take
 
     @classmethod
     def from_bytes(
@@ -239,7 +239,7 @@ class Weights:
             rotation is undone.
         """
         w = np.empty(self.shape, np.float32)
-        check(lib.coli_decode(self.matrix, floats(w)))
+        check(lib.coli_decode(self._matrix, floats(w)))
         if self.rotated and not stored:
             check(lib.coli_unrotate_rows(floats(w), floats(w), *w.shape))
         return w
@@ -269,7 +269,7 @@ def parse_format(fmt: str, group_size: int | None = None) -> tuple[int, int]:
         raise ArgumentError(f"group_size must be a whole number of at least 1, got {group_size!r}")
     if number == lib.COLI_INT4:
         return lib.COLI_INT4_GROUPED, int(group_size)
-    fixed = group or _columns_per_scale(number)
+    fixed = group or _format(number).scale_columns
     if group_size != fixed:
         allowed = f"has groups of {fixed}" if fixed else "has no groups of columns"
         raise FormatError(f"format {fmt} {allowed}, got group_size={group_size}")
@@ -296,14 +296,13 @@ def checked_codebook(codebook) -> bytes:
 
 def fp8_values() -> np.ndarray:
     """What the 256 bytes of e4m3 mean: float32 [256], NaN for 0x7f and 0xff."""
-    ones = np.ones((1, 2), np.float32)
-    return Weights.from_bytes(bytes(range(256)), fmt="fp8-e4m3-b128", shape=(1, 256), scales=ones).decode().reshape(256)
+    return np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 def empty_scales(number: int, rows: int, columns: int, group: int) -> np.ndarray | None:
     """An array for the scales of a matrix; None where the format has none."""
     shape = _scales_shape(number, rows, columns, group)
-    return None if shape is None else np.empty(shape, _scales_dtype(number))
+    return None if shape is None else np.empty(shape, _format(number).scale_dtype)
 
 
 def pointer(array: np.ndarray | None):
@@ -318,6 +317,7 @@ def _format(number: int) -> Format:
         name=text(info.name),
         bits_per_weight=info.bits_per_weight,
         scale_dtype=None if scale_dtype == "none" else scale_dtype,
+        scale_columns=info.scale_columns or None,
         can_encode=bool(info.can_encode),
         on_gpu=bool(info.on_gpu),
         summary=text(info.summary),
@@ -328,24 +328,14 @@ def _format_name(number: int, group: int) -> str:
     return f"int4-g{group}" if number == lib.COLI_INT4_GROUPED else _format(number).name
 
 
-def _columns_per_scale(number: int) -> int:
-    """Columns that share a scale in a format whose group size is fixed; 0 where all columns of a row do, or none."""
-    count = lib.coli_scale_count(number, 1, _MANY_COLUMNS, 0)
-    return _MANY_COLUMNS // count if count > 1 else 0
-
-
 def _scales_shape(number: int, rows: int, columns: int, group: int) -> tuple[int, ...] | None:
     count = lib.coli_scale_count(number, rows, columns, group)
     if count == 0:
         return None
-    if not group and not _columns_per_scale(number):
+    if not group and not _format(number).scale_columns:
         return (rows,)
     across = lib.coli_scale_count(number, 1, columns, group)
     return (count // across, across)
-
-
-def _scales_dtype(number: int):
-    return np.uint8 if number == lib.COLI_MXFP4 else np.float32
 
 
 def _checked_shape(shape) -> tuple[int, int]:
@@ -366,11 +356,11 @@ def _checked_scales(scales, number: int, group: int, rows: int, columns: int, wh
             return None
         raise SizeError(f"{what} has no scales, got {np.size(scales)}")
     needed = math.prod(shape)
-    is_bytes = _scales_dtype(number) == np.uint8
-    wanted = f"{what} needs {needed} {'uint8' if is_bytes else 'float32'} scales"
+    dtype = _format(number).scale_dtype
+    wanted = f"{what} needs {needed} {dtype} scales"
     if scales is None:
         raise SizeError(f"{wanted}, got none")
-    scales = as_byte_array(scales, "scales") if is_bytes else freeze(as_float32(scales, "scales"))
+    scales = as_byte_array(scales, "scales") if dtype == "uint8" else freeze(as_float32(scales, "scales"))
     if scales.size != needed:
         raise SizeError(f"{wanted}, got {scales.size}")
     if scales.ndim > 1 and _without_ones(scales.shape) != _without_ones(shape):

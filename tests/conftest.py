@@ -55,7 +55,7 @@ def simt_lib(build_dir: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def sanitized_build():
-    """A function (sanitizers, comma-separated) -> build folder of the GPU backend compiled for the CPU with them, and of
+    """A function (sanitizers, comma-separated) -> build folder with the GPU backend compiled for the CPU with them, and
     the C host t_host_simt."""
 
     def build(sanitizers: str) -> Path:

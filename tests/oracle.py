@@ -149,6 +149,53 @@ def ue8m0(codes):
     return (np.asarray(codes, np.uint32) << 23).view(np.float32)
 
 
+def _nearest(values, magnitudes):
+    """Index of the value nearest to each magnitude; half-way the even index, beyond the last value the last one."""
+    halves = (values[:-1] + values[1:]) / 2
+    index = np.searchsorted(halves, magnitudes)  # a magnitude on a half counts as below it
+    tie = (index < len(halves)) & (magnitudes == halves[np.minimum(index, len(halves) - 1)])
+    return index + (tie & (index % 2 == 1))
+
+
+def encode_mxfp4(w):
+    """Bytes and scales of `w` [O, I].
+
+    The scale of a group of 32 follows the OCP microscaling rule: 2^(floor(log2 amax) - 2), where 2 is the exponent of
+    6, the largest e2m1. Its byte is at least 1, since 0 decodes as zero; a group of zeros alone has 0. A weight becomes
+    the e2m1 nearest to weight / scale, on ties that with the even code, above 6 always 6; it keeps its sign, zeros too.
+    In an odd row the last high nibble is 0.
+    """
+    w = np.asarray(w, np.float32).astype(np.float64)
+    rows, columns = w.shape
+    groups = ceil_div(columns, 32)
+    padded = np.zeros((rows, groups, 32))
+    padded.reshape(rows, -1)[:, :columns] = w
+    largest = np.abs(padded).max(axis=2)
+    exponents = np.frexp(largest)[1] - 1  # floor(log2)
+    scales = np.where(largest > 0, np.maximum(exponents - 2 + 127, 1), 0).astype(np.uint8)
+    divided = padded * 2.0 ** (127 - scales.astype(np.int64))[:, :, None]
+    nibbles = _nearest(E2M1[:8], np.abs(divided)) + 8 * np.signbit(padded)
+    nibbles = nibbles.reshape(rows, -1)[:, : 2 * ceil_div(columns, 2)]
+    return (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).astype(np.uint8).ravel(), scales
+
+
+def encode_fp8(w):
+    """Bytes and scales of `w` [O, I].
+
+    The scale of a block of 128 x 128 is amax / 448, which makes amax the largest e4m3, but at least the smallest normal
+    float32, 2^-126. A weight becomes the e4m3 nearest to weight / scale, on ties that with the even code, above 448
+    always 448; it keeps its sign, zeros too. Both quotients are float32.
+    """
+    w = np.asarray(w, np.float32)
+    rows, columns = w.shape
+    row_starts, column_starts = range(0, rows, 128), range(0, columns, 128)
+    blocks = [[np.abs(w[r : r + 128, c : c + 128]).max() for c in column_starts] for r in row_starts]
+    scales = np.maximum(np.array(blocks, np.float32) / np.float32(448), np.float32(2.0**-126))
+    divided = w / np.repeat(np.repeat(scales, 128, axis=0)[:rows], 128, axis=1)[:, :columns]
+    codes = _nearest(E4M3[:127], np.abs(divided)) + 128 * np.signbit(w)
+    return codes.astype(np.uint8).ravel(), scales
+
+
 def _decode_f32(data, shape, dtype):
     return np.frombuffer(data, "<f4").reshape(shape).astype(dtype)
 

@@ -1,9 +1,12 @@
-"""What the format tests draw with hypothesis, and how they compare floats."""
+"""What the tests of the formats draw with hypothesis, the CPU's instruction sets, and how floats are compared."""
 
 import numpy as np
 import oracle
 from hypothesis import settings
 from hypothesis import strategies as st
+
+import pycoli
+from pycoli import cpu
 
 # A loaded machine must not fail a test by being slow.
 settings.register_profile("no deadline", deadline=None)
@@ -51,11 +54,36 @@ def weights_to_encode(draw):
             row[:] = rng.integers(-255, 256, shape[1]) / 2
             row[rng.integers(shape[1])] = rng.choice([-127, 127, -7, 7])
         elif kind == "zero":
-            row[:] = 0
+            row[:] = rng.choice([0.0, -0.0], shape[1])
         elif kind == "spike":
             row[rng.integers(shape[1])] *= 1e4
         row *= 2.0 ** draw(st.sampled_from([0, 0, 0, -3, 7, 100, -30, -100, -140]))
     return w.astype(np.float32)
+
+
+def with_instruction_set(name, call):
+    """The result of `call()` on one instruction set; NotProvidedError where build or processor lack it."""
+    cpu.set_isa(name)
+    try:
+        return call()
+    finally:
+        cpu.set_isa(None)
+
+
+def _runs(name):
+    try:
+        with_instruction_set(name, lambda: None)
+    except pycoli.NotProvidedError:
+        return False
+    return True
+
+
+INSTRUCTION_SETS = [name for name in ("scalar", "avx2", "avx512") if _runs(name)]
+
+
+def on_every_instruction_set(call):
+    """{name: result of `call()`} for all instruction sets that build and processor have."""
+    return {name: with_instruction_set(name, call) for name in INSTRUCTION_SETS}
 
 
 def assert_same_bits(actual, expected):

@@ -3,23 +3,13 @@
 import numpy as np
 import oracle
 import pytest
+from strategies import INSTRUCTION_SETS, on_every_instruction_set
 
 import pycoli
 from pycoli import cpu
 
 LIMIT = 3e-6  # relative RMS
 ALL_FORMATS = [*oracle.FORMATS, "int4-g1", "int4-g5", "int4-g48"]
-
-
-@pytest.fixture(params=["scalar", "avx2", "avx512"])
-def isa(request):
-    """The CPU tests run once with each instruction set that build and processor have."""
-    try:
-        cpu.set_isa(request.param)
-    except pycoli.errors.NotProvidedError as reason:
-        pytest.skip(str(reason))
-    yield request.param
-    cpu.set_isa(None)
 
 
 def as_weights(matrix):
@@ -76,6 +66,15 @@ def test_a_row_does_not_depend_on_the_others(isa, rng, fmt):
     assert np.array_equal(product(x, matrix), together)
     assert np.array_equal(np.concatenate([product(row[None], matrix) for row in x]), together)
     assert np.array_equal(product(x[3:19], matrix), together[3:19])
+
+
+@pytest.mark.skipif(not {"avx2", "avx512"} <= set(INSTRUCTION_SETS), reason="needs a processor with AVX-512")
+@pytest.mark.parametrize("columns", [31, 97, 2048, 6144])
+@pytest.mark.parametrize("fmt", ALL_FORMATS)
+def test_instruction_sets_with_fused_sums_give_the_same_bits(rng, fmt, columns):
+    matrix, x = random_matrix(rng, fmt, (65, columns)), gaussian(rng, 17, columns)
+    results = on_every_instruction_set(lambda: product(x, matrix))
+    assert np.array_equal(results["avx2"], results["avx512"])
 
 
 @pytest.mark.parametrize("fmt", ["e8", "int4", "fp8-e4m3-b128"])

@@ -1,6 +1,9 @@
 """``pycoli doctor``, with and without a GPU library."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -50,6 +53,7 @@ def test_with_the_simulated_gpu(capsys, monkeypatch, simt_lib, tmp_path):
     assert report["features"]["e8"] is None
     assert "int3-g64" in report["features"]["int3-g64"]
     assert [device["name"] for device in report["devices"]] == ["cuda:0", "cuda:1"]
+    assert all(device["model"] and device["model"] in out for device in report["devices"])
     assert all(0 < device["free_bytes"] <= device["total_bytes"] for device in report["devices"])
     assert report["why_no_device"] is None
     assert "GiB free" in out
@@ -66,6 +70,8 @@ def test_with_a_gpu_library_from_before_e8(capsys, monkeypatch, build_dir):
     assert "coli_cuda_e8_set_grid" in report["features"]["e8"]
     out = doctor(capsys)
     assert "version unknown: an older library" in out
+    assert [device["model"] for device in report["devices"]] == [None]
+    assert "cuda:0: a GPU of unknown name, 1.0 of 1.0 GiB free" in out
     missing = out.partition("missing: ")[2].partition("features")[0].replace(",", " ").split()
     assert missing == [name for name, resolved in report["entry_points"].items() if not resolved]
 
@@ -83,6 +89,16 @@ def test_instruction_set_of_choice_survives(capsys, monkeypatch, tmp_path):
     before = pycoli.cpu.isa()
     doctor(capsys)
     assert pycoli.cpu.isa() == before
+
+
+def test_nobody_reads_the_report(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "COLI_CUDA_LIB": str(tmp_path / "absent.so")}
+    command = [sys.executable, "-m", "pycoli", "doctor"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("content", [b"", b"not a library"])

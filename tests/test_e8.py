@@ -8,7 +8,7 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import COLUMNS, assert_same_bits
+from strategies import COLUMNS, assert_same_bits, on_every_instruction_set
 
 import pycoli
 
@@ -18,7 +18,7 @@ def decode(data, shape, codebook=None):
     return pycoli.Weights.from_bytes(data, fmt="e8", shape=shape, **options).decode(stored=True)
 
 
-def test_every_index_sign_field_and_sub_scale():
+def test_every_index_sign_field_and_sub_scale(isa):
     # One lane for each triple; its second index is another permutation of the table than its first.
     code, index, sign_field = (a.reshape(-1, 8, 4) for a in np.mgrid[:16, :256, :128].reshape(3, 16384, 32))
     indices = np.stack([index, (index * 77 + sign_field) % 256], axis=-1)
@@ -28,7 +28,7 @@ def test_every_index_sign_field_and_sub_scale():
 
 
 @pytest.mark.parametrize("first", range(0, 65536, 8192))
-def test_every_super_scale(first, rng):
+def test_every_super_scale(isa, first, rng):
     count = 8192
     super_scales = np.arange(first, first + count, dtype=np.uint16).view(np.float16)
     data = rng.integers(0, 256, 98 * count, dtype=np.uint8)
@@ -46,7 +46,7 @@ CODEBOOKS = {
 
 
 @pytest.mark.parametrize("name", CODEBOOKS)
-def test_any_codebook(name, rng):
+def test_any_codebook(isa, name, rng):
     matrix = oracle.random_encoded(rng, "e8", (6, 700), codebook=CODEBOOKS[name])
     assert_same_bits(decode(matrix.data, matrix.shape, matrix.codebook), matrix.decode(np.float32))
 
@@ -67,7 +67,7 @@ def encode(w):
 
 
 @pytest.mark.parametrize("columns", [1, 8, 31, 96, 256, 300, 768, 1000])
-def test_encoder_follows_the_reference_rule(columns, rng):
+def test_encoder_follows_the_reference_rule(isa, columns, rng):
     w = rng.standard_normal((9, columns)).astype(np.float32)
     w[1] *= 1e-3
     w[2] *= 1e3
@@ -78,7 +78,7 @@ def test_encoder_follows_the_reference_rule(columns, rng):
     assert encode(w).tobytes() == oracle.encode_e8(w).tobytes()
 
 
-def test_encoder_matches_golden(golden):
+def test_encoder_matches_golden(isa, golden):
     w = golden["encode_w"]
     assert encode(oracle.rotate(w).astype(np.float32)).tobytes() == golden["encode_raw_baseline"].tobytes()
 
@@ -95,6 +95,15 @@ def test_encode_rotates_by_itself(golden):
     assert oracle.relative_rms(encoded.decode(), w) ** 2 == pytest.approx(
         float(golden["encode_nmse_baseline"]), rel=1e-3
     )
+
+
+def test_encoder_gives_the_same_bytes_on_every_instruction_set(rng):
+    w = rng.standard_normal((64, 2048)).astype(np.float32)
+    w[1::4] = np.rint(4 * w[1::4]) / 4  # ties between entries and between sub-scales
+    w[2::4] *= 2.0 ** rng.integers(-30, 12, (16, 1))
+    w[3::4] = rng.standard_t(2, (16, 2048))
+    scalar, *others = on_every_instruction_set(lambda: encode(w).tobytes()).values()
+    assert all(other == scalar for other in others)
 
 
 def test_gaussian_error(record_property):

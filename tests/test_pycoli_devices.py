@@ -360,7 +360,7 @@ class TestTensor:
         busy, done = threading.Event(), threading.Event()
 
         def keep_the_device_busy():
-            with device.turn():
+            with device._turn():
                 busy.set()
                 done.wait(60)
 
@@ -569,6 +569,21 @@ class TestGroup:
         monkeypatch.delenv("COLI_GPU_FAIL_AFTER")
         np.testing.assert_array_equal(group(x, [1, 1, 1]), expected)
 
+    @pytest.mark.parametrize("feature", ["expert_group", "issue_take"])
+    def test_why_not_together(self, device, feature):
+        group = pycoli.ExpertGroup(make_group(device))
+        assert group.why_not(feature) == (
+            "experts on the CPU are computed one after the other" if device == "cpu" else None
+        )
+        apart = pycoli.Expert(*expert_weights(rotate=(True, False, True)), device=device)
+        reason = "its gate and up matrices need different inputs: one is stored rotated, the other is not"
+        assert apart.why_by_parts == reason
+        assert group.experts[0].why_by_parts is None
+        if device != "cpu":
+            assert pycoli.ExpertGroup([*group.experts, apart]).why_not(feature) == reason
+        with refused(pycoli.ArgumentError, "feature must be one of expert_group, issue_take, got 'matmul'"):
+            group.why_not("matmul")
+
     def test_wrong_arguments(self, device):
         expert = make_group(device, 1)[0]
         narrow = pycoli.Expert(*expert_weights(dim=64), device=device)
@@ -664,7 +679,10 @@ class TestOldLibrary:
             with refused(pycoli.NotProvidedError, "coli_cuda_tensor_download"):
                 tensor.download()
 
-    @pytest.mark.parametrize(("fmt", "missing"), [("e8", "e8_set_grid"), ("fp8-e4m3-b128", "fp8_set_lut")])
+    @pytest.mark.parametrize(
+        ("fmt", "missing"),
+        [("e8", "e8_set_grid"), ("mxfp4", "matmul_mxfp4"), ("fp8-e4m3-b128", "fp8_set_lut")],
+    )
     def test_what_it_lacks_runs_on_the_cpu(self, old_backend, fmt, missing):
         weights = pycoli.encode(gaussian(5, 64), fmt)
         device, reason = pycoli.explain(weights)
@@ -688,12 +706,14 @@ class TestOldLibrary:
         np.testing.assert_array_equal(y, expected)
         group.issue(x, [2, 3])
         np.testing.assert_array_equal(group.take(), y)
+        assert group.why_not("expert_group") is group.why_not("issue_take") is None
         with refused(pycoli.NotProvidedError, "coli_cuda_group_stats_device"):
             pycoli.Device().group_stats()
 
-    def test_a_failure_without_a_reason(self, old_backend):
+    def test_a_failure_without_a_reason(self, old_backend, monkeypatch):
+        monkeypatch.setenv("STUB_REFUSES_UPLOADS", "1")
         with refused(pycoli.DeviceError, "coli_cuda_tensor_upload returned 0 (this library does not say why)"):
-            pycoli.Tensor(pycoli.encode(gaussian(5, 64), "mxfp4"))
+            pycoli.Tensor(pycoli.encode(gaussian(5, 64), "int8"))
 
     def test_what_it_is(self, old_backend):
         assert old_backend.version is None
@@ -701,6 +721,53 @@ class TestOldLibrary:
         assert old_backend.devices() == ["cuda:0"]
         assert not old_backend.has("e8_set_grid")
         assert pycoli.Device().model is None
+
+
+class TestFirstE8Library:
+    """A library from the first days of E8, which computes wrong numbers where later ones refuse or do it right."""
+
+    @pytest.fixture(autouse=True)
+    def first_e8_backend(self, build_dir, monkeypatch):
+        monkeypatch.setenv("COLI_CUDA_LIB", str(build_dir / "tests" / "stubs" / "stub_old_e8.so"))
+        backend = pycoli.open_backend()
+        yield backend
+        backend.shutdown()
+
+    @pytest.mark.parametrize("fmt", ["e8", "fp8-e4m3-b128"])
+    def test_products(self, fmt):
+        weights, x = pycoli.encode(gaussian(5, 300), fmt), gaussian(2, 300)
+        assert pycoli.explain(weights) == ("cuda:0", None)
+        assert oracle.relative_rms(pycoli.matmul(x, weights), pycoli.matmul(x, weights, "cpu")) < 1e-6
+
+    @pytest.mark.parametrize(
+        ("hidden", "rotated", "reason"),
+        [
+            (96, True, None),
+            (4096, True, None),
+            (8192, True, "rotation blocks above 4096"),
+            (96, False, "its down matrix is unrotated e8"),
+        ],
+    )
+    def test_experts(self, hidden, rotated, reason):
+        matrices = expert_weights(("int8", "int8", "e8"), dim=32, hidden=hidden, rotate=(True, True, rotated))
+        x = gaussian(3, 32)
+        with pycoli.Expert(*matrices) as expert:
+            assert expert.device == "cuda:0"
+            assert reason in expert.why_by_parts if reason else expert.why_by_parts is None
+            assert oracle.relative_rms(expert(x), expected_expert(x, *matrices)) < 3e-6
+
+    @pytest.mark.parametrize("formats", [("e8", "e8", "e8"), ("int8", "int8", "fp8-e4m3-b128")])
+    def test_groups_of_later_formats(self, formats):
+        matrices = [expert_weights(("int8",) * 3), expert_weights(formats, seed=1)]
+        group = pycoli.ExpertGroup([pycoli.Expert(*m) for m in matrices])
+        x = gaussian(5, 128)
+        expected = np.concatenate([expected_expert(p, *m) for p, m in zip((x[:2], x[2:]), matrices, strict=True)])
+        assert group.device == "cuda:0"
+        assert oracle.relative_rms(group(x, [2, 3]), expected) < 3e-6
+        group.issue(x, [2, 3])
+        assert oracle.relative_rms(group.take(), expected) < 3e-6
+        for feature in ("expert_group", "issue_take"):
+            assert "without coli_cuda_abi_version may misread e8" in group.why_not(feature)
 
 
 class TestProcess:

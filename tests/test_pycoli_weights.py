@@ -44,6 +44,8 @@ def test_formats_are_those_of_the_oracle():
         dtype = None if matrix.scales is None else matrix.scales.dtype.name
         assert f.scale_dtype == dtype
     assert [f.name for f in listed if not f.on_gpu] == ["int3-g64"]
+    fixed = {f.name: f.scale_columns for f in listed if f.scale_columns}
+    assert fixed == {"int3-g64": 64, "mxfp4": 32, "fp8-e4m3-b128": 128}
 
 
 @pytest.mark.parametrize("fmt", SCALE_SHAPES)
@@ -367,6 +369,7 @@ class TestFromBytes:
         (pycoli.DtypeError, TypeError),
         (pycoli.FormatError, ValueError),
         (pycoli.SizeError, ValueError),
+        (pycoli.CheckpointError, ValueError),
         (pycoli.NotFiniteError, ValueError),
         (pycoli.StateError, RuntimeError),
         (pycoli.FreedError, pycoli.StateError),

@@ -3,6 +3,9 @@
 import numpy as np
 import oracle
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import assert_same_bits, on_every_instruction_set
 
 import pycoli
 
@@ -24,28 +27,28 @@ def dense_rotation(dim):
 
 
 @pytest.mark.parametrize("dim", range(1, 301))
-def test_dense(dim, rng):
+def test_dense(isa, dim, rng):
     x = rng.standard_normal((3, dim)).astype(np.float32)
     expected = x.astype(np.float64) @ dense_rotation(dim).T
     assert oracle.relative_rms(pycoli.rotate(x), expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("dim", LARGE + BEYOND_ONE_BLOCK)
-def test_large(dim, rng):
+def test_large(isa, dim, rng):
     x = rng.standard_normal((2, dim)).astype(np.float32)
     assert oracle.relative_rms(pycoli.rotate(x), oracle.rotate(x)) <= TOLERANCE
     assert oracle.relative_rms(pycoli.unrotate(x), oracle.unrotate(x)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("dim", [128, 768, 1536, 8192])
-def test_golden(golden, dim):
+def test_golden(isa, golden, dim):
     y = pycoli.rotate(golden[f"rotate_{dim}_x"])
     assert y.dtype == np.float32
     assert oracle.relative_rms(y, golden[f"rotate_{dim}_y"]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("n", [1, 4, 16, 64, 256, 1024, 4096, 16384])
-def test_exact_on_integers(n, rng):
+def test_exact_on_integers(isa, n, rng):
     # Sums of small integers are exact, and so is 1/sqrt(n) for a power of four.
     x = rng.integers(-100, 101, (3, n)).astype(np.float32)
     assert np.array_equal(pycoli.rotate(x), oracle.rotate(x))
@@ -81,3 +84,24 @@ def test_leading_axes_and_single_rows(rng):
     y = pycoli.rotate(x)
     assert y.shape == x.shape
     assert np.array_equal(pycoli.rotate(x[1, 2, 3]), y[1, 2, 3])
+
+
+def check_same_bits_on_every_instruction_set(x):
+    for rotation in (pycoli.rotate, pycoli.unrotate):
+        scalar, *others = on_every_instruction_set(lambda rotation=rotation: rotation(x)).values()
+        for other in others:
+            assert_same_bits(other, scalar)
+
+
+@pytest.mark.parametrize("dim", LARGE + BEYOND_ONE_BLOCK)
+def test_every_instruction_set_gives_the_same_bits(dim, rng):
+    check_same_bits_on_every_instruction_set(rng.standard_normal((2, dim)).astype(np.float32))
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 600), st.integers(0, 2**32 - 1), st.sampled_from([0, 30, -30, 127, -120, -140]))
+def test_every_instruction_set_gives_the_same_bits_at_any_magnitude(dim, seed, exponent):
+    # From 2^127 on sums overflow, around 2^-140 they are subnormal.
+    x = np.random.default_rng(seed).standard_normal((3, dim))
+    with np.errstate(over="ignore"):
+        check_same_bits_on_every_instruction_set((x * 2.0**exponent).astype(np.float32))

@@ -1,7 +1,7 @@
 /* backend.c - finds and loads the GPU library, and tells what it can do and what it cannot.
  *
  * Every entry point is looked up by itself, so that a library which lacks some still serves with the others. */
-#define _GNU_SOURCE /* dladdr */
+#define _GNU_SOURCE /* dladdr, pthread_rwlock_t */
 
 #include "backend.h"
 
@@ -10,10 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../formats/signs.h"
 #include "status.h"
-
-#define TEXT(macro) TEXT_OF(macro)
-#define TEXT_OF(value) #value
 
 /*------   What the operating system does   ------*/
 
@@ -49,11 +47,28 @@ static void library_path_of(const void *address, char path[PATH_BYTES]) {
     if (GetModuleFileNameA(library, path, PATH_BYTES) >= PATH_BYTES) path[0] = '\0';
 }
 
+static SRWLOCK calls = SRWLOCK_INIT;
+
+void coli_backend_lock(coli_access access) {
+    if (access == COLI_SHARED)
+        AcquireSRWLockShared(&calls);
+    else
+        AcquireSRWLockExclusive(&calls);
+}
+
+void coli_backend_unlock(coli_access access) {
+    if (access == COLI_SHARED)
+        ReleaseSRWLockShared(&calls);
+    else
+        ReleaseSRWLockExclusive(&calls);
+}
+
 #else
 #include <dlfcn.h>
+#include <pthread.h>
 #include <unistd.h>
 
-static const char *const library_names[] = {"libcoli_cuda.so." TEXT(COLI_CUDA_ABI_MAJOR), "libcoli_cuda.so"};
+static const char *const library_names[] = {"libcoli_cuda.so." COLI_VERSION_DIGITS(COLI_CUDA_ABI_MAJOR), "libcoli_cuda.so"};
 #define DIRECTORY_ENDS "/"
 
 static void *library_open(const char *path, char *reason, size_t reason_size) {
@@ -80,45 +95,87 @@ static void library_path_of(const void *address, char path[PATH_BYTES]) {
     int known = dladdr(address, &info) && info.dli_fname && strlen(info.dli_fname) < PATH_BYTES;
     strcpy(path, known ? info.dli_fname : "");
 }
+
+static pthread_rwlock_t calls = PTHREAD_RWLOCK_INITIALIZER;
+
+void coli_backend_lock(coli_access access) {
+    if (access == COLI_SHARED)
+        pthread_rwlock_rdlock(&calls);
+    else
+        pthread_rwlock_wrlock(&calls);
+}
+
+void coli_backend_unlock(coli_access access) {
+    (void)access;
+    pthread_rwlock_unlock(&calls);
+}
 #endif
+
+/*------   Messages that grow   ------*/
+
+typedef struct message {
+    char text[2048];
+    size_t length;
+} message;
+
+COLI_PRINTF(2, 3) static void append(message *m, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    size_t room = sizeof m->text - m->length;
+    int written = vsnprintf(m->text + m->length, room, format, arguments);
+    va_end(arguments);
+    if (written > 0) m->length += (size_t)written < room ? (size_t)written : room - 1;
+}
+
+static char *copy_string(const char *string) {
+    size_t size = strlen(string) + 1;
+    char *copy = malloc(size);
+    return copy ? memcpy(copy, string, size) : NULL;
+}
 
 /*------   Features   ------*/
 
 #define TENSOR_CALLS "coli_cuda_tensor_upload", "coli_cuda_tensor_free"
-#define FORMAT_CALLS TENSOR_CALLS, "coli_cuda_matmul"
 
-/* What a library must export for each feature. */
-static const struct feature {
+/* What a library must export for every format. */
+static const char *const format_calls[] = {TENSOR_CALLS, "coli_cuda_matmul"};
+
+/* And for one of them besides; NULL for nothing. Where no call is for the format alone, one that came with it. */
+static const char *format_call(int format) {
+    switch (format) {
+    case COLI_INT4_GROUPED:
+        return "coli_cuda_tensor_upload_g";
+    case COLI_E8:
+        return "coli_cuda_e8_set_grid";
+    case COLI_MXFP4:
+        return "coli_cuda_matmul_mxfp4";
+    case COLI_FP8_B128:
+        return "coli_cuda_fp8_set_lut";
+    default:
+        return NULL;
+    }
+}
+
+/* The features that are no formats, and what a library must export for each. */
+static const struct call_feature {
     const char *name;
-    const char *needs[5];
-    const char *never; /* why no library can offer it */
-} features[] = {
-    {"f32", {FORMAT_CALLS}, NULL},
-    {"int8", {FORMAT_CALLS}, NULL},
-    {"int4", {FORMAT_CALLS}, NULL},
-    {"int2", {FORMAT_CALLS}, NULL},
-    {"int4-g64", {FORMAT_CALLS, "coli_cuda_tensor_upload_g"}, NULL},
-    {"int3-g64", {NULL}, "the GPU ABI has no int3-g64"},
-    {"e8", {FORMAT_CALLS, "coli_cuda_e8_set_grid"}, NULL},
-    {"mxfp4", {FORMAT_CALLS}, NULL},
-    {"fp8-e4m3-b128", {FORMAT_CALLS, "coli_cuda_fp8_set_lut"}, NULL},
-    {"devices", {"coli_cuda_init", "coli_cuda_shutdown", "coli_cuda_device_count", "coli_cuda_device_at"}, NULL},
-    {"matmul", {TENSOR_CALLS, "coli_cuda_matmul"}, NULL},
-    {"expert_mlp", {TENSOR_CALLS, "coli_cuda_expert_mlp"}, NULL},
-    {"expert_group", {TENSOR_CALLS, "coli_cuda_expert_group"}, NULL},
-    {"issue_take", {TENSOR_CALLS, "coli_cuda_expert_group_issue", "coli_cuda_expert_group_take"}, NULL},
-    {"update", {TENSOR_CALLS, "coli_cuda_tensor_update"}, NULL},
-    {"download", {TENSOR_CALLS, "coli_cuda_tensor_download"}, NULL},
+    const char *calls[5];
+} call_features[COLI_BACKEND_CALL_FEATURES] = {
+    {"devices", {"coli_cuda_init", "coli_cuda_shutdown", "coli_cuda_device_count", "coli_cuda_device_at"}},
+    {"matmul", {TENSOR_CALLS, "coli_cuda_matmul"}},
+    {"expert_mlp", {TENSOR_CALLS, "coli_cuda_expert_mlp"}},
+    {"expert_group", {TENSOR_CALLS, "coli_cuda_expert_group"}},
+    {"issue_take", {TENSOR_CALLS, "coli_cuda_expert_group_issue", "coli_cuda_expert_group_take"}},
+    {"update", {TENSOR_CALLS, "coli_cuda_tensor_update"}},
+    {"download", {TENSOR_CALLS, "coli_cuda_tensor_download"}},
 };
 
-_Static_assert(sizeof features / sizeof *features == COLI_BACKEND_FEATURES, "one reason for each feature");
-
 static int feature_index(const char *name) {
-    for (int i = 0; i < COLI_BACKEND_FEATURES; i++) {
-        if (!strcmp(features[i].name, name)) return i;
+    for (int i = 0; i < COLI_BACKEND_CALL_FEATURES; i++) {
+        if (!strcmp(call_features[i].name, name)) return COLI_FORMAT_COUNT + i;
     }
     int format; /* "int4-g32" and its like share a feature with "int4-g64" */
-    return coli_format_parse(name, &format, NULL) == COLI_OK ? feature_index(coli_format_get(format)->name) : -1;
+    return coli_format_parse(name, &format, NULL) == COLI_OK ? format : -1;
 }
 
 int coli_backend_feature_count(void) {
@@ -126,7 +183,8 @@ int coli_backend_feature_count(void) {
 }
 
 const char *coli_backend_feature_name(int index) {
-    return index >= 0 && index < COLI_BACKEND_FEATURES ? features[index].name : NULL;
+    if (index < 0 || index >= COLI_BACKEND_FEATURES) return NULL;
+    return index < COLI_FORMAT_COUNT ? coli_format_get(index)->name : call_features[index - COLI_FORMAT_COUNT].name;
 }
 
 const char *coli_backend_why_not(const coli_backend *backend, const char *feature) {
@@ -136,26 +194,78 @@ const char *coli_backend_why_not(const coli_backend *backend, const char *featur
     return backend->why_not[index];
 }
 
-/*------   Texts that grow   ------*/
-
-typedef struct text {
-    char bytes[2048];
-    size_t length;
-} text;
-
-COLI_PRINTF(2, 3) static void append(text *t, const char *format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    size_t room = sizeof t->bytes - t->length;
-    int written = vsnprintf(t->bytes + t->length, room, format, arguments);
-    va_end(arguments);
-    if (written > 0) t->length += (size_t)written < room ? (size_t)written : room - 1;
+/* Adds an entry point that the library lacks to the reason against a feature. */
+static void check_call(const coli_backend *backend, int feature, const char *call, message *why) {
+    if (!call || library_symbol(backend->library, call)) return;
+    if (why->length)
+        append(why, ", %s", call);
+    else
+        append(why, "%s lacks what %s needs: %s", backend->path, coli_backend_feature_name(feature), call);
 }
 
-static char *copy_string(const char *string) {
-    size_t size = strlen(string) + 1;
-    char *copy = malloc(size);
-    return copy ? memcpy(copy, string, size) : NULL;
+/* Writes down why the library cannot offer a feature; "" when it can. */
+static void explain_feature(const coli_backend *backend, int feature, message *why) {
+    if (feature >= COLI_FORMAT_COUNT) {
+        const char *const *call = call_features[feature - COLI_FORMAT_COUNT].calls;
+        for (; *call; call++) check_call(backend, feature, *call, why);
+    } else if (!coli_format_get(feature)->on_gpu) {
+        append(why, "the GPU ABI has no %s", coli_format_get(feature)->name);
+    } else {
+        for (size_t i = 0; i < sizeof format_calls / sizeof *format_calls; i++)
+            check_call(backend, feature, format_calls[i], why);
+        check_call(backend, feature, format_call(feature), why);
+    }
+}
+
+/*------   Experts   ------*/
+
+int coli_backend_is_old(const coli_backend *backend) {
+    return !backend->call.abi_version;
+}
+
+static int largest_rotation_block(int columns) {
+    int largest = 0;
+    for (int rest = columns, block; rest > 0; rest -= block) {
+        block = coli_rotation_block(rest);
+        if (block > largest) largest = block;
+    }
+    return largest;
+}
+
+/* How the hidden rows of an expert would reach its down matrix: the library rotates them where that is E8. */
+static const char *why_not_down(const coli_backend *backend, const coli_matrix *down) {
+    if (down->format != COLI_E8) return NULL;
+    if (down->flags & COLI_UNROTATED) {
+        return backend->call.tensor_set_rotated
+                   ? NULL
+                   : "its down matrix is unrotated e8, and the GPU library rotates what meets it";
+    }
+    if (coli_backend_is_old(backend) && largest_rotation_block(down->columns) > 4096) {
+        return "its down matrix needs rotation blocks above 4096, and the GPU library is too old for them";
+    }
+    return NULL;
+}
+
+const char *coli_backend_why_not_expert(const coli_backend *backend, const char *feature, const coli_matrix *gate,
+                                        const coli_matrix *up, const coli_matrix *down) {
+    const char *lacks = coli_backend_why_not(backend, feature);
+    if (lacks) return lacks;
+    int grouped = strcmp(feature, "expert_mlp") != 0;
+    if (grouped && coli_backend_is_old(backend)) {
+        const coli_matrix *const matrices[] = {gate, up, down};
+        for (int i = 0; i < 3; i++) {
+            if (matrices[i]->format > COLI_INT4_GROUPED)
+                return "a GPU library without coli_cuda_abi_version may misread e8, mxfp4 and fp8 matrices in a group";
+        }
+    }
+    return why_not_down(backend, down);
+}
+
+void coli_backend_explain(const coli_backend *backend, const char *name, char *why, size_t size) {
+    if (backend->call.last_error)
+        snprintf(why, size, "%s: %s", name, backend->call.last_error());
+    else
+        snprintf(why, size, "%s returned 0 (this library does not say why)", name);
 }
 
 /*------   Opening   ------*/
@@ -167,36 +277,21 @@ static void resolve_calls(coli_backend *backend) {
 #undef RESOLVE
 }
 
-/* Writes down why the library lacks a feature; "" when it has it. */
-static void explain_feature(const coli_backend *backend, const struct feature *feature, text *why) {
-    if (feature->never) {
-        append(why, "%s", feature->never);
-        return;
-    }
-    for (const char *const *name = feature->needs; *name; name++) {
-        if (library_symbol(backend->library, *name)) continue;
-        if (why->length)
-            append(why, ", %s", *name);
-        else
-            append(why, "%s lacks what %s needs: %s", backend->path, feature->name, *name);
-    }
-}
-
 static coli_status fill_in(coli_backend *backend, const char *path) {
     backend->path = copy_string(path);
     RETURN_ERROR_IF(!backend->path, COLI_E_MEMORY, "no memory for the description of %s", path);
     for (int i = 0; i < COLI_BACKEND_FEATURES; i++) {
-        text why = {.length = 0};
-        explain_feature(backend, &features[i], &why);
+        message why = {.length = 0};
+        explain_feature(backend, i, &why);
         if (!why.length) continue;
-        backend->why_not[i] = copy_string(why.bytes);
+        backend->why_not[i] = copy_string(why.text);
         RETURN_ERROR_IF(!backend->why_not[i], COLI_E_MEMORY, "no memory for the description of %s", path);
     }
     return COLI_OK;
 }
 
 /* Loads one file. When it will not do, its reason is appended to `tried`. COLI_E_MEMORY sets the error itself. */
-static coli_status try_file(const char *path, coli_backend **result, text *tried) {
+static coli_status try_file(const char *path, coli_backend **result, message *tried) {
     char reason[1024], loaded_path[PATH_BYTES];
     const char *separator = tried->length ? "; " : "";
     coli_backend *backend = calloc(1, sizeof *backend);
@@ -234,7 +329,7 @@ refuse:
 }
 
 /* Tries the usual names in `directory`; with NULL, wherever the system looks. */
-static coli_status try_directory(const char *directory, coli_backend **result, text *tried) {
+static coli_status try_directory(const char *directory, coli_backend **result, message *tried) {
     coli_status status = COLI_E_NO_LIBRARY;
     for (size_t i = 0; i < sizeof library_names / sizeof *library_names; i++) {
         char path[PATH_BYTES + 32];
@@ -248,13 +343,13 @@ static coli_status try_directory(const char *directory, coli_backend **result, t
 
 /* The folder that this code was loaded from, with its final separator; "" when unknown. */
 static void own_directory(char directory[PATH_BYTES]) {
-    library_path_of(&features, directory);
+    library_path_of(call_features, directory);
     size_t length = strlen(directory);
     while (length && !strchr(DIRECTORY_ENDS, directory[length - 1])) length--;
     directory[length] = '\0';
 }
 
-static coli_status search(coli_backend **result, text *tried) {
+static coli_status try_usual_places(coli_backend **result, message *tried) {
     char directory[PATH_BYTES];
     own_directory(directory);
     coli_status beside = directory[0] ? try_directory(directory, result, tried) : COLI_E_NO_LIBRARY;
@@ -266,14 +361,14 @@ static coli_status search(coli_backend **result, text *tried) {
 coli_status coli_backend_open(const char *path, coli_backend **backend) {
     RETURN_ERROR_IF(!backend, COLI_E_ARGUMENT, "coli_backend_open needs a place for its result, got backend = NULL");
     RETURN_ERROR_IF(path && !path[0], COLI_E_ARGUMENT, "coli_backend_open needs a path or NULL, got an empty path");
-    text tried = {.length = 0};
+    message tried = {.length = 0};
     const char *from_environment = path ? NULL : getenv("COLI_CUDA_LIB");
     if (from_environment && !from_environment[0]) from_environment = NULL;
     if (from_environment) path = from_environment;
 
-    coli_status status = path ? try_file(path, backend, &tried) : search(backend, &tried);
+    coli_status status = path ? try_file(path, backend, &tried) : try_usual_places(backend, &tried);
     if (status == COLI_OK || status == COLI_E_MEMORY) return status;
-    RETURN_ERROR(status, "no usable GPU library%s: %s%s", from_environment ? " at COLI_CUDA_LIB" : "", tried.bytes,
+    RETURN_ERROR(status, "no usable GPU library%s: %s%s", from_environment ? " at COLI_CUDA_LIB" : "", tried.text,
                  path ? "" : "; COLI_CUDA_LIB can name one");
 }
 
@@ -295,7 +390,7 @@ void *coli_backend_symbol(const coli_backend *backend, const char *name) {
 
 /*------   Devices   ------*/
 
-/* Ordinals 0 ... count - 1 of the visible devices; 0 when the library cannot tell. */
+/* Ordinals 0 ... count - 1 of the visible devices; device 0, to be tried, when the library cannot count them. */
 static int visible_devices(const coli_backend *backend, int devices[COLI_CUDA_MAX_DEVICES]) {
     int count = backend->call.available_device_count ? backend->call.available_device_count() : 1;
     if (count > COLI_CUDA_MAX_DEVICES) count = COLI_CUDA_MAX_DEVICES;
@@ -303,17 +398,27 @@ static int visible_devices(const coli_backend *backend, int devices[COLI_CUDA_MA
     return count;
 }
 
+/* Name of the call that failed, or NULL. */
+static const char *configure(const coli_backend *backend, const int *devices, int count) {
+    int visible[COLI_CUDA_MAX_DEVICES];
+    if (!devices) {
+        devices = visible;
+        count = visible_devices(backend, visible);
+        if (count < 1) return "coli_cuda_available_device_count";
+    }
+    return backend->call.init(devices, count) ? NULL : "coli_cuda_init";
+}
+
 coli_status coli_backend_init(coli_backend *backend, const int *devices, int count) {
     RETURN_ERROR_IF(!backend, COLI_E_ARGUMENT, "coli_backend_init needs a backend, got NULL");
     const char *lacks = coli_backend_why_not(backend, "devices");
     RETURN_ERROR_IF(lacks, COLI_E_NOT_PROVIDED, "%s", lacks);
-    int visible[COLI_CUDA_MAX_DEVICES];
-    if (!devices) {
-        count = visible_devices(backend, visible);
-        devices = visible;
-    }
-    if (count > 0 && backend->call.init(devices, count)) return COLI_OK;
-    RETURN_ERROR(COLI_E_NO_DEVICE, "%s: %s", backend->path,
-                 backend->call.last_error ? backend->call.last_error()
-                                          : "coli_cuda_init returned 0 (this library does not say why)");
+    coli_backend_lock(COLI_EXCLUSIVE);
+    const char *failed = configure(backend, devices, count);
+    coli_backend_unlock(COLI_EXCLUSIVE);
+    if (!failed) return COLI_OK;
+    char why[1024];
+    coli_backend_explain(backend, failed, why, sizeof why);
+    coli_status status = backend->call.last_status ? backend->call.last_status() : COLI_OK;
+    RETURN_ERROR(status == COLI_OK ? COLI_E_NO_DEVICE : status, "%s: %s", backend->path, why);
 }

@@ -2,6 +2,7 @@
 #ifndef COLI_CORE_BACKEND_H
 #define COLI_CORE_BACKEND_H
 
+#include "../formats/geometry.h"
 #include "../include/coli/coli.h"
 #include "../include/coli/coli_cuda.h"
 
@@ -20,7 +21,8 @@
     X(tensor_set_rotated)                                                                                                  \
     X(matmul)                                                                                                              \
     X(expert_mlp)                                                                                                          \
-    X(last_error)
+    X(last_error)                                                                                                          \
+    X(last_status)
 
 /* Pointers with the types that coli_cuda.h declares; NULL where the library lacks the entry point. */
 typedef struct coli_backend_calls {
@@ -29,7 +31,9 @@ typedef struct coli_backend_calls {
 #undef MEMBER
 } coli_backend_calls;
 
-#define COLI_BACKEND_FEATURES 16
+/* Each format is a feature; the others are groups of calls. */
+#define COLI_BACKEND_CALL_FEATURES 7
+#define COLI_BACKEND_FEATURES (COLI_FORMAT_COUNT + COLI_BACKEND_CALL_FEATURES)
 
 struct coli_backend {
     void *library; /* what the system calls the loaded file */
@@ -37,5 +41,18 @@ struct coli_backend {
     char *why_not[COLI_BACKEND_FEATURES]; /* in the order of the features; NULL: offered */
     coli_backend_calls call;
 };
+
+/* The GPU ABI forbids to configure devices or to set a table while another call runs. Both belong to the library, whatever
+ * the number of its backends, so one lock serves them all: shared by ordinary calls, exclusive for these. */
+typedef enum coli_access { COLI_SHARED, COLI_EXCLUSIVE } coli_access;
+void coli_backend_lock(coli_access access);
+void coli_backend_unlock(coli_access access);
+
+/* 1 for a library without a version. It carries none of what versions added: a codebook of its own, rotation blocks above
+ * 4096, groups with other formats than f32, int8, int4 and int2. */
+int coli_backend_is_old(const coli_backend *backend);
+
+/* Writes why the entry point `name` has just returned 0 to this thread. */
+void coli_backend_explain(const coli_backend *backend, const char *name, char *why, size_t size);
 
 #endif

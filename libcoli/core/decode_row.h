@@ -7,6 +7,7 @@
 
 #include "../formats/geometry.h"
 #include "../include/coli/coli.h"
+#include "parallel.h"
 #include "tables.h"
 
 /* Each of these decodes `count` lanes, from lane `first` of a row on, to w [8 count]. */
@@ -75,7 +76,7 @@ static void e8_whole(const e8_subblock *subblock, const uint8_t *codebook, float
     uint32_t signs = 0;
     for (int i = 0; i < COLI_E8_SUBBLOCK / 4; i++) memcpy(bytes + 4 * i, codebook + 4 * subblock->indices[i], 4);
     for (int l = 0; l < E8_LANES_A_WORD; l++) signs |= coli_e8_signs(subblock->word, l) << COLI_LANE * l;
-#pragma omp simd
+    COLI_SIMD()
     for (int j = 0; j < COLI_E8_SUBBLOCK; j++) w[j] = coli_e8_weight(bytes[j], signs >> j & 1u, subblock->subscale);
 }
 

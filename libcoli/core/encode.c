@@ -8,16 +8,6 @@
 #include "parallel.h"
 #include "status.h"
 
-void coli_store_scale(const coli_encoding *encoding, size_t index, float scale) {
-    memcpy(encoding->scales + index * sizeof scale, &scale, sizeof scale);
-}
-
-float coli_largest(const float *w, int n) {
-    float largest = 0;
-    for (int i = 0; i < n; i++) largest = fmaxf(largest, fabsf(w[i]));
-    return largest;
-}
-
 static int all_finite(const float *w, int n) {
     uint32_t seen = 0;
     for (int i = 0; i < n; i++) seen |= (coli_f32_to_bits(w[i]) & 0x7f800000u) == 0x7f800000u;

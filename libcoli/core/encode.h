@@ -2,6 +2,9 @@
 #ifndef COLI_CORE_ENCODE_H
 #define COLI_CORE_ENCODE_H
 
+#include <math.h>
+#include <string.h>
+
 #include "../include/coli/coli.h"
 
 /* An encoding in progress: finite weights w [rows, columns], and the checked memory that receives the result. */
@@ -12,10 +15,16 @@ typedef struct coli_encoding {
     uint8_t *scales; /* of any alignment, so they are stored with coli_store_scale() */
 } coli_encoding;
 
-void coli_store_scale(const coli_encoding *encoding, size_t index, float scale);
+static inline void coli_store_scale(const coli_encoding *encoding, size_t index, float scale) {
+    memcpy(encoding->scales + index * sizeof scale, &scale, sizeof scale);
+}
 
 /* Largest magnitude of n finite weights. */
-float coli_largest(const float *w, int n);
+static inline float coli_largest(const float *w, int n) {
+    float largest = 0;
+    for (int i = 0; i < n; i++) largest = fmaxf(largest, fabsf(w[i]));
+    return largest;
+}
 
 /* Each encodes one row; that of fp8 all rows that share its scales, 128 or what is left of them. */
 void coli_encode_int_row(const coli_encoding *encoding, int row);

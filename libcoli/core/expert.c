@@ -34,15 +34,8 @@ static void silu_multiply(float *gate, const float *up, size_t S, int H) {
     }
 }
 
-static coli_status run(const coli_matrix *gate, const coli_matrix *up, const coli_matrix *down, const float *x, size_t S,
-                       float *hidden, float *up_rows, float *y) {
-    FORWARD_ERROR(coli_matmul_checked(gate, x, S, hidden));
-    FORWARD_ERROR(coli_matmul_checked(up, x, S, up_rows));
-    silu_multiply(hidden, up_rows, S, gate->rows);
-    if (down->format == COLI_E8 && !(down->flags & COLI_UNROTATED)) {
-        FORWARD_ERROR(coli_rotate_rows(hidden, hidden, S, gate->rows));
-    }
-    return coli_matmul_checked(down, hidden, S, y);
+static int rotates_hidden(const coli_matrix *down) {
+    return down->format == COLI_E8 && !(down->flags & COLI_UNROTATED);
 }
 
 coli_status coli_expert_mlp(const coli_matrix *gate, const coli_matrix *up, const coli_matrix *down, const float *x,
@@ -53,10 +46,18 @@ coli_status coli_expert_mlp(const coli_matrix *gate, const coli_matrix *up, cons
     FORWARD_ERROR(check_shapes(gate, up, down));
     if (S == 0) return COLI_OK;
     RETURN_ERROR_IF(!x || !y, COLI_E_ARGUMENT, "%s, [%zu, %d], is NULL", x ? "y" : "x", S, gate->columns);
-    size_t hidden_bytes = (size_t)gate->rows * sizeof(float);
-    float *hidden = S > SIZE_MAX / hidden_bytes / 2 ? NULL : malloc(2 * S * hidden_bytes);
-    RETURN_ERROR_IF(!hidden, COLI_E_MEMORY, "no memory for 2 x %zu hidden rows of %zu bytes", S, hidden_bytes);
-    coli_status status = run(gate, up, down, x, S, hidden, hidden + S * (size_t)gate->rows, y);
-    free(hidden);
+    int H = gate->rows, D = gate->columns, widest = H > D ? H : D;
+    int threads = coli_team((size_t)widest, (size_t)widest * (1 + S)); /* the most that any of the products uses */
+    size_t hidden_bytes = (size_t)H * sizeof(float), scratch_bytes = (size_t)threads * (size_t)widest * sizeof(float);
+    float *scratch = S > PTRDIFF_MAX / hidden_bytes / 2 ? NULL : malloc(scratch_bytes + 2 * S * hidden_bytes);
+    RETURN_ERROR_IF(!scratch, COLI_E_MEMORY, "no memory for 2 x %zu hidden rows of %zu bytes and %zu bytes of scratch", S,
+                    hidden_bytes, scratch_bytes);
+    float *hidden = scratch + (size_t)threads * (size_t)widest, *up_rows = hidden + S * (size_t)H;
+    coli_matmul_in(scratch, threads, gate, x, S, hidden);
+    coli_matmul_in(scratch, threads, up, x, S, up_rows);
+    silu_multiply(hidden, up_rows, S, H);
+    coli_status status = rotates_hidden(down) ? coli_rotate_rows(hidden, hidden, S, H) : COLI_OK;
+    if (status == COLI_OK) coli_matmul_in(scratch, threads, down, hidden, S, y);
+    free(scratch);
     return status;
 }

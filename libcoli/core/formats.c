@@ -7,15 +7,16 @@
 #include "status.h"
 
 static const coli_format_info formats[COLI_FORMAT_COUNT] = {
-    {COLI_F32, "f32", "none", 32, 1, 1, "plain floats"},
-    {COLI_INT8, "int8", "float32", 8, 1, 1, "8-bit integers, one scale a row"},
-    {COLI_INT4, "int4", "float32", 4, 1, 1, "4-bit integers, one scale a row"},
-    {COLI_INT2, "int2", "float32", 2, 1, 1, "2-bit integers, one scale a row"},
-    {COLI_INT4_GROUPED, "int4-g64", "float32", 4.5, 1, 1, "4-bit integers, one scale for a group of columns of any size"},
-    {COLI_INT3_G64, "int3-g64", "float32", 3.5, 1, 0, "3-bit integers, one scale for 64 columns"},
-    {COLI_E8, "e8", "none", 3.0625, 1, 1, "E8-lattice codebook on rotated weights, scales inside blocks of 256 columns"},
-    {COLI_MXFP4, "mxfp4", "uint8", 4.25, 1, 1, "4-bit floats (e2m1), a power of two for 32 columns"},
-    {COLI_FP8_B128, "fp8-e4m3-b128", "float32", 8 + 32.0 / (128 * 128), 1, 1,
+    {COLI_F32, "f32", "none", 32, 0, 1, 1, "plain floats"},
+    {COLI_INT8, "int8", "float32", 8, 0, 1, 1, "8-bit integers, one scale a row"},
+    {COLI_INT4, "int4", "float32", 4, 0, 1, 1, "4-bit integers, one scale a row"},
+    {COLI_INT2, "int2", "float32", 2, 0, 1, 1, "2-bit integers, one scale a row"},
+    {COLI_INT4_GROUPED, "int4-g64", "float32", 4.5, 0, 1, 1,
+     "4-bit integers, one scale for a group of columns of any size"},
+    {COLI_INT3_G64, "int3-g64", "float32", 3.5, COLI_INT3_GROUP, 1, 0, "3-bit integers, one scale for 64 columns"},
+    {COLI_E8, "e8", "none", 3.0625, 0, 1, 1, "E8-lattice codebook on rotated weights, scales inside blocks of 256 columns"},
+    {COLI_MXFP4, "mxfp4", "uint8", 4.25, COLI_MXFP4_GROUP, 1, 1, "4-bit floats (e2m1), a power of two for 32 columns"},
+    {COLI_FP8_B128, "fp8-e4m3-b128", "float32", 8 + 32.0 / (128 * 128), COLI_FP8_BLOCK, 1, 1,
      "8-bit floats (e4m3), one scale for a block of 128 x 128"},
 };
 
@@ -29,11 +30,11 @@ const coli_format_info *coli_format_get(int format) {
     return format >= 0 && format < COLI_FORMAT_COUNT ? &formats[format] : NULL;
 }
 
-/* The number that `text` spells, all of it digits; 0 when it is no number from 1 to INT_MAX. */
-static int parse_positive(const char *text) {
+/* The number that `digits` spells, all of it digits; 0 when it is no number from 1 to INT_MAX. */
+static int parse_positive(const char *digits) {
     int number = 0;
-    for (; *text; text++) {
-        int digit = *text - '0';
+    for (; *digits; digits++) {
+        int digit = *digits - '0';
         if (digit < 0 || digit > 9 || number > (INT_MAX - digit) / 10) return 0;
         number = number * 10 + digit;
     }

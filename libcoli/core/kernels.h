@@ -41,7 +41,7 @@ typedef struct coli_kernels {
 
     /* Nearest codebook entries for the 32 magnitudes of a sub-block under super-scale d, for the sub-scale code with the
      * smallest squared error, which is returned. Ties go to the lowest index and the lowest code. */
-    int (*e8_fit)(const coli_e8_search *search, const float magnitudes[32], float d, uint8_t indices[8]);
+    int (*e8_fit)(const coli_e8_search *codebook, const float magnitudes[32], float d, uint8_t indices[8]);
 } coli_kernels;
 
 extern const coli_kernels coli_kernels_scalar;

@@ -4,6 +4,7 @@
 
 #include "decode_row.h"
 #include "kernels.h"
+#include "parallel.h"
 
 /* Fused where the processor does it in one instruction. Written out, because the compiler must not fuse anything else: the
  * encoder's comparisons have to come out the same for every instruction set. */
@@ -20,7 +21,7 @@ static float dot(const float *restrict w, const float *restrict x, int columns) 
     float sums[PARTIAL_SUMS] = {0};
     int whole = columns - columns % PARTIAL_SUMS;
     for (int i = 0; i < whole; i += PARTIAL_SUMS) {
-#pragma omp simd
+        COLI_SIMD()
         for (int j = 0; j < PARTIAL_SUMS; j++) sums[j] = MULTIPLY_ADD(w[i + j], x[i + j], sums[j]);
     }
     for (int j = 0; j < columns - whole; j++) sums[j] = MULTIPLY_ADD(w[whole + j], x[whole + j], sums[j]);
@@ -36,7 +37,7 @@ static void dot_rows(const float *w, const float *x, size_t S, int columns, floa
 
 static void flip_signs(float *x, int n, const uint8_t *signs) {
     for (int i = 0; i < n; i += 8) {
-#pragma omp simd
+        COLI_SIMD()
         for (int j = 0; j < 8; j++) {
             uint32_t flip = (uint32_t)(signs[i / 8] >> j & 1) << 31;
             x[i + j] = coli_bits_to_f32(coli_f32_to_bits(x[i + j]) ^ flip);
@@ -48,7 +49,7 @@ static void hadamard(float *x, int n, float scale) {
     for (int stride = 1; stride < n; stride *= 2) {
         for (int i = 0; i < n; i += 2 * stride) {
             float *u = x + i, *v = x + i + stride;
-#pragma omp simd
+            COLI_SIMD()
             for (int j = 0; j < stride; j++) {
                 float sum = u[j] + v[j], difference = u[j] - v[j];
                 u[j] = sum;
@@ -56,29 +57,29 @@ static void hadamard(float *x, int n, float scale) {
             }
         }
     }
-#pragma omp simd
+    COLI_SIMD()
     for (int i = 0; i < n; i++) x[i] *= scale;
 }
 
 /* products[e] = 2 m g_e for the entries g_e */
-static void e8_products(const coli_e8_search *search, const float m[4], double products[256]) {
-#pragma omp simd
+static void e8_products(const coli_e8_search *codebook, const float m[4], double products[256]) {
+    COLI_SIMD()
     for (int e = 0; e < 256; e++) {
-        products[e] = 2.0 * (m[0] * search->weights[0][e] + m[1] * search->weights[1][e] + m[2] * search->weights[2][e] +
-                             m[3] * search->weights[3][e]);
+        products[e] = 2.0 * (m[0] * codebook->weights[0][e] + m[1] * codebook->weights[1][e] +
+                             m[2] * codebook->weights[2][e] + m[3] * codebook->weights[3][e]);
     }
 }
 
 /* First entry with the smallest scale |g_e|^2 - products[e], which goes to *smallest. */
-static int e8_nearest(const coli_e8_search *search, const double products[256], double scale, double *smallest) {
+static int e8_nearest(const coli_e8_search *codebook, const double products[256], double scale, double *smallest) {
     double scores[256], low = HUGE_VAL;
     int nearest = 256;
-#pragma omp simd reduction(min : low)
+    COLI_SIMD(reduction(min : low))
     for (int e = 0; e < 256; e++) {
-        scores[e] = scale * search->lengths[e] - products[e];
+        scores[e] = scale * codebook->lengths[e] - products[e];
         low = scores[e] < low ? scores[e] : low;
     }
-#pragma omp simd reduction(min : nearest)
+    COLI_SIMD(reduction(min : nearest))
     for (int e = 0; e < 256; e++) {
         int candidate = scores[e] == low ? e : 256;
         nearest = candidate < nearest ? candidate : nearest;
@@ -87,16 +88,16 @@ static int e8_nearest(const coli_e8_search *search, const double products[256], 
     return nearest;
 }
 
-static int e8_fit(const coli_e8_search *search, const float magnitudes[32], float d, uint8_t indices[8]) {
+static int e8_fit(const coli_e8_search *codebook, const float magnitudes[32], float d, uint8_t indices[8]) {
     double products[8][256], best_error = HUGE_VAL;
     int best_code = 0;
-    for (int group = 0; group < 8; group++) e8_products(search, magnitudes + 4 * group, products[group]);
+    for (int group = 0; group < 8; group++) e8_products(codebook, magnitudes + 4 * group, products[group]);
     for (int code = 0; code < 16; code++) {
         double scale = d * (0.5 + code) * 0.5, error = 0, score;
         uint8_t candidate[8];
         if (scale < 1e-20) scale = 1e-20;
         for (int group = 0; group < 8; group++) {
-            candidate[group] = (uint8_t)e8_nearest(search, products[group], scale, &score);
+            candidate[group] = (uint8_t)e8_nearest(codebook, products[group], scale, &score);
             error += scale * score;
         }
         if (error < best_error) {

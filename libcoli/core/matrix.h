@@ -4,12 +4,12 @@
 
 #include "../include/coli/coli.h"
 
-#define COLI_MATRIX_TEXT_BYTES 64
+#define COLI_DESCRIPTION_BYTES 64
 
-/* "int4-g32 matrix [4, 256]", for messages. Returns `text`. The format must exist. */
-const char *coli_matrix_text(const coli_matrix *matrix, char text[COLI_MATRIX_TEXT_BYTES]);
+/* "int4-g32 matrix [4, 256]", for messages. Returns `description`. The format must exist. */
+const char *coli_matrix_describe(const coli_matrix *matrix, char description[COLI_DESCRIPTION_BYTES]);
 
-/* coli_matmul without the check of the matrix. */
-coli_status coli_matmul_checked(const coli_matrix *w, const float *x, size_t S, float *y);
+/* coli_matmul without its checks, on at most so many threads, in `scratch` [threads, w->columns]. */
+void coli_matmul_in(float *scratch, int threads, const coli_matrix *w, const float *x, size_t S, float *y);
 
 #endif

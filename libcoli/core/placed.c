@@ -1,13 +1,10 @@
 /* placed.c - matrices that compute on a GPU where they can, and on the CPU with a reason where they cannot. */
-#define _GNU_SOURCE /* pthread_rwlock_t under -std=c11 */
-
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "../formats/e8.h"
-#include "../formats/signs.h"
 #include "backend.h"
 #include "status.h"
 #include "tables.h"
@@ -17,62 +14,12 @@
 struct coli_placed {
     coli_matrix matrix;
     coli_backend *backend;
-    ColiCudaTensor *tensor;   /* NULL on the CPU */
-    int device;               /* -1 on the CPU */
-    const char *why_not_down; /* why the GPU cannot use it as an expert's down matrix; NULL when it can */
-    char why_cpu[WHY_BYTES];  /* "" while the GPU does the work */
+    ColiCudaTensor *tensor;  /* NULL on the CPU */
+    int device;              /* -1 on the CPU */
+    char why_cpu[WHY_BYTES]; /* "" while the GPU does the work */
 };
 
-/*------   Tables against calls   ------*/
-
-/* The GPU ABI forbids to set a table while another call runs. A table belongs to the library, whatever the number of its
- * backends, so one lock serves them all: shared by ordinary calls, exclusive for uploads that set a table. */
-typedef enum access { SHARED, EXCLUSIVE } access;
-
-#ifdef _WIN32
-#include <windows.h>
-static SRWLOCK tables = SRWLOCK_INIT;
-static void lock_tables(access mode) {
-    if (mode == SHARED)
-        AcquireSRWLockShared(&tables);
-    else
-        AcquireSRWLockExclusive(&tables);
-}
-static void unlock_tables(access mode) {
-    if (mode == SHARED)
-        ReleaseSRWLockShared(&tables);
-    else
-        ReleaseSRWLockExclusive(&tables);
-}
-#else
-#include <pthread.h>
-static pthread_rwlock_t tables = PTHREAD_RWLOCK_INITIALIZER;
-static void lock_tables(access mode) {
-    if (mode == SHARED)
-        pthread_rwlock_rdlock(&tables);
-    else
-        pthread_rwlock_wrlock(&tables);
-}
-static void unlock_tables(access mode) {
-    (void)mode;
-    pthread_rwlock_unlock(&tables);
-}
-#endif
-
-/*------   Reasons   ------*/
-
-/* Why a GPU call failed; to be asked by the thread that called. */
-static void explain_call(const coli_backend *backend, const char *call, char why[WHY_BYTES]) {
-    if (backend->call.last_error)
-        snprintf(why, WHY_BYTES, "%s: %s", call, backend->call.last_error());
-    else
-        snprintf(why, WHY_BYTES, "%s returned 0 (this library does not say why)", call);
-}
-
-/* A library without a version carries none of what versions added: its own codebook, rotation blocks above 4096. */
-static int is_old(const coli_backend *backend) {
-    return !backend->call.abi_version;
-}
+/*------   Upload   ------*/
 
 /* 1 when coli_cuda_init configured the device, or the library cannot tell. */
 static int is_configured(const coli_backend *backend, int device, int *configured) {
@@ -102,22 +49,8 @@ static int may_upload(coli_backend *backend, int device, const coli_matrix *matr
     return 0;
 }
 
-/*------   Upload   ------*/
+/* Each of these gives the name of the call that failed, or NULL. */
 
-static int needs_table(const coli_placed *placed) {
-    return placed->matrix.format == COLI_FP8_B128 || (placed->matrix.format == COLI_E8 && is_old(placed->backend));
-}
-
-/* Name of the call that failed, or NULL. Tables are published for each upload anew, because coli_cuda_shutdown, which the
- * caller may use at any time, forgets them. */
-static const char *publish_table(const coli_placed *placed) {
-    if (placed->matrix.format == COLI_E8) {
-        return placed->backend->call.e8_set_grid(coli_e8_codebook()) ? NULL : "coli_cuda_e8_set_grid";
-    }
-    return placed->backend->call.fp8_set_lut(coli_e4m3_table()) ? NULL : "coli_cuda_fp8_set_lut";
-}
-
-/* Name of the call that failed, or NULL. */
 static const char *upload(coli_placed *placed, int device) {
     const coli_matrix *m = &placed->matrix;
     const coli_backend_calls *call = &placed->backend->call;
@@ -132,63 +65,82 @@ static const char *upload(coli_placed *placed, int device) {
                : "coli_cuda_tensor_upload";
 }
 
-static int largest_rotation_block(int columns) {
-    int largest = 0;
-    for (int rest = columns; rest > 0;) {
-        int block = coli_rotation_block(rest);
-        if (block > largest) largest = block;
-        rest -= block;
+/* Publishes the table that the matrix is decoded with. */
+static const char *publish_table(const coli_placed *placed) {
+    if (placed->matrix.format == COLI_E8) {
+        return placed->backend->call.e8_set_grid(coli_e8_codebook()) ? NULL : "coli_cuda_e8_set_grid";
     }
-    return largest;
+    return placed->backend->call.fp8_set_lut(coli_e4m3_table()) ? NULL : "coli_cuda_fp8_set_lut";
 }
 
-/* Settles how the hidden rows of an expert reach this E8 matrix: rotated, as the GPU does by itself, or as they are. */
-static const char *prepare_as_down(coli_placed *placed) {
+static const char *upload_with_table(coli_placed *placed, int device) {
+    const char *failed = publish_table(placed);
+    return failed ? failed : upload(placed, device);
+}
+
+/* Makes the library leave the hidden rows of an expert alone where this is its unrotated down matrix. Where the library has
+ * no call for that, coli_backend_why_not_expert() keeps such experts on the CPU. */
+static const char *declare_rotation(coli_placed *placed) {
     const coli_backend_calls *call = &placed->backend->call;
-    if (placed->matrix.flags & COLI_UNROTATED) {
-        if (call->tensor_set_rotated && call->tensor_set_rotated(placed->tensor, 0)) return NULL;
-        return "its down matrix is unrotated e8, and the GPU library rotates what meets it";
-    }
-    if (is_old(placed->backend) && largest_rotation_block(placed->matrix.columns) > 4096) {
-        return "its down matrix needs rotation blocks above 4096, and the GPU library is too old for them";
-    }
-    return NULL;
+    if (!(placed->matrix.flags & COLI_UNROTATED) || !call->tensor_set_rotated) return NULL;
+    if (call->tensor_set_rotated(placed->tensor, 0)) return NULL;
+    return "coli_cuda_tensor_set_rotated";
+}
+
+/* An old library decodes E8 with whatever table it has and does not tell when it has none: it gets one with every matrix,
+ * since coli_cuda_shutdown, which the caller may use at any time, may forget tables. */
+static int table_goes_first(const coli_placed *placed) {
+    return placed->matrix.format == COLI_E8 && coli_backend_is_old(placed->backend);
+}
+
+/* Whether the upload that has just failed may have failed for want of the fp8 table. */
+static int table_may_be_missing(const coli_placed *placed) {
+    if (placed->matrix.format != COLI_FP8_B128) return 0;
+    return !placed->backend->call.last_status || placed->backend->call.last_status() == COLI_E_STATE;
 }
 
 static void move_to_gpu(coli_placed *placed, int device) {
-    access mode = needs_table(placed) ? EXCLUSIVE : SHARED;
-    lock_tables(mode);
-    const char *failed = mode == EXCLUSIVE ? publish_table(placed) : NULL;
-    if (!failed) failed = upload(placed, device);
+    coli_backend *backend = placed->backend;
+    coli_access access = table_goes_first(placed) ? COLI_EXCLUSIVE : COLI_SHARED;
+    coli_backend_lock(access);
+    const char *failed = access == COLI_EXCLUSIVE ? upload_with_table(placed, device) : upload(placed, device);
+    if (failed && table_may_be_missing(placed)) {
+        coli_backend_unlock(access);
+        access = COLI_EXCLUSIVE;
+        coli_backend_lock(access);
+        failed = upload_with_table(placed, device);
+    }
+    if (!failed) failed = declare_rotation(placed);
     if (failed) {
-        explain_call(placed->backend, failed, placed->why_cpu);
+        coli_backend_explain(backend, failed, placed->why_cpu, sizeof placed->why_cpu);
+        if (placed->tensor) backend->call.tensor_free(placed->tensor);
+        placed->tensor = NULL;
         coli_log(1, "matrix [%d, %d] stays on the CPU: %s", placed->matrix.rows, placed->matrix.columns, placed->why_cpu);
     } else {
         placed->device = device;
-        if (placed->matrix.format == COLI_E8) placed->why_not_down = prepare_as_down(placed);
     }
-    unlock_tables(mode);
+    coli_backend_unlock(access);
 }
 
 coli_status coli_place(coli_backend *backend, int device, const coli_matrix *matrix, coli_placed **placed) {
     RETURN_ERROR_IF(!placed, COLI_E_ARGUMENT, "coli_place needs a place for its result, got placed = NULL");
     FORWARD_ERROR(coli_matrix_check(matrix));
-    coli_placed *new = calloc(1, sizeof *new);
-    RETURN_ERROR_IF(!new, COLI_E_MEMORY, "no memory for a placed matrix of %zu bytes", sizeof *new);
-    new->matrix = *matrix;
-    new->backend = backend;
-    new->device = -1;
-    if (may_upload(backend, device, matrix, new->why_cpu)) move_to_gpu(new, device);
-    *placed = new;
+    coli_placed *result = calloc(1, sizeof *result);
+    RETURN_ERROR_IF(!result, COLI_E_MEMORY, "no memory for a placed matrix of %zu bytes", sizeof *result);
+    result->matrix = *matrix;
+    result->backend = backend;
+    result->device = -1;
+    if (may_upload(backend, device, matrix, result->why_cpu)) move_to_gpu(result, device);
+    *placed = result;
     return COLI_OK;
 }
 
 void coli_placed_free(coli_placed *placed) {
     if (!placed) return;
     if (placed->tensor) {
-        lock_tables(SHARED);
+        coli_backend_lock(COLI_SHARED);
         placed->backend->call.tensor_free(placed->tensor);
-        unlock_tables(SHARED);
+        coli_backend_unlock(COLI_SHARED);
     }
     free(placed);
 }
@@ -216,18 +168,18 @@ static int fits_gpu_call(size_t S, char why[WHY_BYTES]) {
 }
 
 static void report_failure(const coli_backend *backend, const char *call, char why[WHY_BYTES]) {
-    explain_call(backend, call, why);
+    coli_backend_explain(backend, call, why, WHY_BYTES);
     coli_log(1, "computed on the CPU instead: %s", why);
 }
 
 static int matmul_on_gpu(coli_placed *w, const float *x, size_t S, float *y, char why[WHY_BYTES]) {
     if (!w->tensor || !fits_gpu_call(S, why)) return 0;
     const coli_matrix *m = &w->matrix;
-    lock_tables(SHARED);
+    coli_backend_lock(COLI_SHARED);
     int done = w->backend->call.matmul(&w->tensor, y, x, NULL, NULL, m->format, (int)S, m->columns, m->rows, w->device,
                                        m->group_size);
     if (!done) report_failure(w->backend, "coli_cuda_matmul", why);
-    unlock_tables(SHARED);
+    coli_backend_unlock(COLI_SHARED);
     return done;
 }
 
@@ -259,8 +211,7 @@ static int may_run_expert(coli_placed *const matrices[3], size_t S, char why[WHY
                  up->device, down->device);
         return 0;
     }
-    const char *lacks = coli_backend_why_not(gate->backend, "expert_mlp");
-    if (!lacks) lacks = down->why_not_down;
+    const char *lacks = coli_backend_why_not_expert(gate->backend, "expert_mlp", &gate->matrix, &up->matrix, &down->matrix);
     if (lacks) snprintf(why, WHY_BYTES, "%s", lacks);
     return !lacks && fits_gpu_call(S, why);
 }
@@ -268,10 +219,10 @@ static int may_run_expert(coli_placed *const matrices[3], size_t S, char why[WHY
 static int expert_on_gpu(coli_placed *const matrices[3], const float *x, size_t S, float *y, char why[WHY_BYTES]) {
     if (!may_run_expert(matrices, S, why)) return 0;
     const coli_backend *backend = matrices[0]->backend;
-    lock_tables(SHARED);
+    coli_backend_lock(COLI_SHARED);
     int done = backend->call.expert_mlp(matrices[0]->tensor, matrices[1]->tensor, matrices[2]->tensor, y, x, (int)S);
     if (!done) report_failure(backend, "coli_cuda_expert_mlp", why);
-    unlock_tables(SHARED);
+    coli_backend_unlock(COLI_SHARED);
     return done;
 }
 

@@ -6,20 +6,20 @@
 
 #include "status.h"
 
-#define TEXT_BYTES 1024 /* longer texts are cut; fixed, so that running out of memory can be reported too */
+#define MESSAGE_BYTES 1024 /* longer messages are cut; fixed, so that running out of memory can be reported too */
 
-static _Thread_local char last_error[TEXT_BYTES];
+static _Thread_local char last_error[MESSAGE_BYTES];
 
 static coli_log_fn log_callback;
 static void *log_user;
 
 coli_status coli_fail(coli_status status, const char *format, ...) {
-    char text[TEXT_BYTES];
+    char message[MESSAGE_BYTES];
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(text, sizeof text, format, arguments);
+    vsnprintf(message, sizeof message, format, arguments);
     va_end(arguments);
-    memcpy(last_error, text, sizeof text);
+    memcpy(last_error, message, sizeof message);
     return status;
 }
 
@@ -72,7 +72,7 @@ static int log_to_stderr(void) {
 void coli_log(int level, const char *format, ...) {
     static const char *const names[] = {"error", "warning", "info"};
     if (!log_callback && !log_to_stderr()) return;
-    char line[TEXT_BYTES];
+    char line[MESSAGE_BYTES];
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(line, sizeof line, format, arguments);

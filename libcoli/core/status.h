@@ -4,10 +4,12 @@
 
 #include "../include/coli/coli.h"
 
-#if defined(__GNUC__)
-#define COLI_PRINTF(text, arguments) __attribute__((format(printf, text, arguments)))
+/* Has the compiler check a printf format, the parameter of that number, against its arguments. Plain "printf" means the old
+ * Microsoft one to gcc on Windows, which does not know %zu. */
+#if defined(__MINGW32__) && !defined(__clang__)
+#define COLI_PRINTF(format_number, first_argument) __attribute__((format(gnu_printf, format_number, first_argument)))
 #else
-#define COLI_PRINTF(text, arguments)
+#define COLI_PRINTF(format_number, first_argument) __attribute__((format(printf, format_number, first_argument)))
 #endif
 
 /* Keeps the text for coli_last_error() of this thread and returns `status`. The arguments may point into the text of the

@@ -1,52 +1,62 @@
 /* tables.c - lookup tables, each filled by the first thread that asks for it. */
-#include <stdatomic.h>
-
+#include "tables.h"
 #include "../formats/e8_codebook.h"
 #include "../formats/floats.h"
 #include "../formats/signs.h"
 #include "../include/coli/coli.h"
-#include "tables.h"
 
-enum { EMPTY, FILLING, FULL };
+/*------   What the operating system does   ------*/
 
-/* Calls `fill` once. The other threads wait, at most the fraction of a millisecond that the longest table takes. */
-static void fill_once(atomic_int *state, void (*fill)(void)) {
-    int expected = EMPTY;
-    if (atomic_load_explicit(state, memory_order_acquire) == FULL) return;
-    if (atomic_compare_exchange_strong(state, &expected, FILLING)) {
-        fill();
-        atomic_store_explicit(state, FULL, memory_order_release);
-    }
-    while (atomic_load_explicit(state, memory_order_acquire) != FULL) {
-    }
+/* fill_once(&once, fill) calls `fill` in the first thread that comes by; the others wait until it is done. */
+#ifdef _WIN32
+#include <windows.h>
+typedef INIT_ONCE once_state;
+#define ONCE INIT_ONCE_STATIC_INIT
+static BOOL CALLBACK call_fill(PINIT_ONCE once, PVOID fill, PVOID *unused) {
+    (void)once, (void)unused;
+    (*(void (**)(void))fill)();
+    return TRUE;
 }
+static void fill_once(INIT_ONCE *once, void (*fill)(void)) {
+    InitOnceExecuteOnce(once, call_fill, &fill, NULL);
+}
+#else
+#include <pthread.h>
+typedef pthread_once_t once_state;
+#define ONCE PTHREAD_ONCE_INIT
+static void fill_once(pthread_once_t *once, void (*fill)(void)) {
+    pthread_once(once, fill);
+}
+#endif
+
+/*------   Tables   ------*/
 
 static uint8_t codebook[COLI_E8_CODEBOOK_BYTES];
 static void fill_codebook(void) {
     coli_e8_codebook_expand(codebook);
 }
 const uint8_t *coli_e8_codebook(void) {
-    static atomic_int state;
-    fill_once(&state, fill_codebook);
+    static once_state once = ONCE;
+    fill_once(&once, fill_codebook);
     return codebook;
 }
 
-static _Alignas(64) coli_e8_search search;
-static void fill_search(void) {
+static _Alignas(64) coli_e8_search searchable_codebook;
+static void fill_searchable_codebook(void) {
     for (int entry = 0; entry < 256; entry++) {
         const uint8_t *bytes = coli_e8_codebook() + 4 * entry;
         double squares = 0;
         for (int k = 0; k < 4; k++) {
-            search.weights[k][entry] = bytes[k] * 0.5;
-            squares += search.weights[k][entry] * search.weights[k][entry];
+            searchable_codebook.weights[k][entry] = bytes[k] * 0.5;
+            squares += searchable_codebook.weights[k][entry] * searchable_codebook.weights[k][entry];
         }
-        search.lengths[entry] = squares;
+        searchable_codebook.lengths[entry] = squares;
     }
 }
 const coli_e8_search *coli_e8_search_table(void) {
-    static atomic_int state;
-    fill_once(&state, fill_search);
-    return &search;
+    static once_state once = ONCE;
+    fill_once(&once, fill_searchable_codebook);
+    return &searchable_codebook;
 }
 
 static uint8_t signs[COLI_SIGN_TABLE_BYTES];
@@ -54,8 +64,8 @@ static void fill_signs(void) {
     coli_sign_table_fill(signs);
 }
 const uint8_t *coli_sign_table(void) {
-    static atomic_int state;
-    fill_once(&state, fill_signs);
+    static once_state once = ONCE;
+    fill_once(&once, fill_signs);
     return signs;
 }
 
@@ -64,7 +74,7 @@ static void fill_e4m3(void) {
     for (uint32_t byte = 0; byte < 256; byte++) e4m3[byte] = coli_e4m3_to_f32(byte);
 }
 const float *coli_e4m3_table(void) {
-    static atomic_int state;
-    fill_once(&state, fill_e4m3);
+    static once_state once = ONCE;
+    fill_once(&once, fill_e4m3);
     return e4m3;
 }

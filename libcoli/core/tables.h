@@ -1,5 +1,5 @@
 /* tables.h - lookup tables that formats/ describes and the core fills once, on first use. All are safe to ask for from any
- * thread. coli_e8_codebook(), in coli.h, is one of them. */
+ * thread. coli_e8_codebook() and coli_e4m3_table(), in coli.h, are two of them. */
 #ifndef COLI_CORE_TABLES_H
 #define COLI_CORE_TABLES_H
 
@@ -7,8 +7,6 @@
 
 /* Random signs of the rotation blocks: see formats/signs.h. */
 const uint8_t *coli_sign_table(void);
-/* The 256 values of e4m3. */
-const float *coli_e4m3_table(void);
 /* The published codebook as the encoder searches it. */
 const coli_e8_search *coli_e8_search_table(void);
 

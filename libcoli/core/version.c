@@ -2,16 +2,10 @@
 #include "../include/coli/coli.h"
 #include "kernels.h"
 
-#define TEXT_(x) #x
-#define TEXT(x) TEXT_(x)
-#define VERSION TEXT(COLI_VERSION_MAJOR) "." TEXT(COLI_VERSION_MINOR) "." TEXT(COLI_VERSION_PATCH)
-
 #if defined(__clang__)
 #define COMPILER "clang " __clang_version__
-#elif defined(__GNUC__)
-#define COMPILER "gcc " __VERSION__
 #else
-#define COMPILER "unknown compiler"
+#define COMPILER "gcc " __VERSION__
 #endif
 
 #ifdef _OPENMP
@@ -25,7 +19,7 @@ int coli_version_number(void) {
 }
 
 const char *coli_version_string(void) {
-    return VERSION;
+    return COLI_VERSION_STRING;
 }
 
 int coli_abi_version(void) {
@@ -33,5 +27,5 @@ int coli_abi_version(void) {
 }
 
 const char *coli_build_info(void) {
-    return "libcoli " VERSION ", " COMPILER ", kernels: " COLI_KERNELS_BUILT ", " BUILT_WITH_OPENMP;
+    return "libcoli " COLI_VERSION_STRING ", " COMPILER ", kernels: " COLI_KERNELS_BUILT ", " BUILT_WITH_OPENMP;
 }

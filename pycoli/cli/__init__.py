@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from ..errors import ColiError, DeviceError, OutOfMemoryError
 from . import doctor, run
-from .report import BAD_INPUT, WRONG_RESULT
+from .report import BAD_INPUT, NOBODY_READS, WRONG_RESULT
 
 _COMMANDS = {"run": run.command, "doctor": doctor.command}
 
@@ -17,7 +18,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (that of the process by default) and returns its exit code."""
     options = _parser().parse_args(arguments)
     try:
-        return _COMMANDS[options.command](options)
+        code = _COMMANDS[options.command](options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        return NOBODY_READS
     except (ColiError, OSError) as error:
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
         print(f"pycoli {options.command}: {text}", file=sys.stderr)

@@ -87,10 +87,11 @@ def _gpu_library() -> dict:
 
 def _device(name: str) -> dict:
     try:
-        memory = pycoli.Device(name).memory()
+        device = pycoli.Device(name)
+        model, memory = device.model, device.memory()
     except ColiError as error:
         return {"name": name, "error": str(error)}
-    return {"name": name, "free_bytes": memory.free, "total_bytes": memory.total}
+    return {"name": name, "model": model, "free_bytes": memory.free, "total_bytes": memory.total}
 
 
 def _instruction_sets() -> list[str]:
@@ -196,7 +197,8 @@ def _device_lines(report: dict) -> list[str]:
             lines.append(f"{device['name']}: {device['error']}")
         else:
             free, total = (device[key] / 2**30 for key in ("free_bytes", "total_bytes"))
-            lines.append(f"{device['name']}: {free:.1f} of {total:.1f} GiB free")
+            model = device["model"] or "a GPU of unknown name"
+            lines.append(f"{device['name']}: {model}, {free:.1f} of {total:.1f} GiB free")
     loaded = report["libcoli_cuda"]["path"] is not None
     reason = report["why_no_device"] if loaded else "no GPU library is loaded"
     return lines or [f"no GPU is used: {reason}"]

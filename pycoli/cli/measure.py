@@ -11,8 +11,8 @@ import numpy as np
 
 import pycoli
 
-from ..checkpoint import CheckpointError, ExpertWeights
-from ..errors import NotFiniteError
+from ..checkpoint import ExpertWeights
+from ..errors import CheckpointError, NotFiniteError
 
 ROWS_PER_CALL = 16
 """Rows given to an expert at once; up to this number every device keeps `ERROR_LIMIT`."""
@@ -55,7 +55,7 @@ class RelativeError:
 class Measurement:
     """What was measured of one expert, or of several together."""
 
-    label: str
+    expert: int | None  # its number in the layer; None for several
     fmt: str
     nbytes: int = 0
     weights: int = 0
@@ -70,13 +70,13 @@ class Measurement:
     def wrong(self) -> list[str]:
         """What is wrong about the results, in words; empty when all is right."""
         reasons = [
-            f"expert {self.label} on {device}: error {error.value:.2e}, above the limit of {ERROR_LIMIT:.0e}"
+            f"expert {self.expert} on {device}: error {error.value:.2e}, above the limit of {ERROR_LIMIT:.0e}"
             for device, error in self.against_decoded.items()
             if not error.value <= ERROR_LIMIT
         ]
         if self.fmt != "int2" and not self.against_original.value < UNRELATED:
             reasons.append(
-                f"expert {self.label}: {self.against_original.value:.2f} off the original, no better than zeros"
+                f"expert {self.expert}: {self.against_original.value:.2f} off the original, no better than zeros"
             )
         return reasons
 
@@ -90,7 +90,7 @@ class Measurement:
 
 
 def measure(
-    label: str,
+    number: int,
     original: ExpertWeights,
     fmt: str,
     rows: np.ndarray,
@@ -106,10 +106,10 @@ def measure(
         try:
             encoded.append(pycoli.encode(getattr(original, name), fmt))
         except NotFiniteError as error:
-            raise CheckpointError(f"expert {label}, {name} matrix: {error}") from error
+            raise CheckpointError(f"expert {number}, {name} matrix: {error}") from error
         encoded_one()
     nbytes, weights = sum(w.nbytes for w in encoded), sum(w.shape[0] * w.shape[1] for w in encoded)
-    result = Measurement(label, fmt, nbytes, weights)
+    result = Measurement(number, fmt, nbytes, weights)
     from_decoded = expert_float64(*(w.decode() for w in encoded), rows)
     from_original = expert_float64(original.gate, original.up, original.down, rows)
     for device in devices:

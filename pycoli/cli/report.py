@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 RIGHT, WRONG_RESULT, BAD_INPUT = 0, 1, 2
-"""Exit codes."""
+NOBODY_READS = 128 + 13
+"""Exit codes. The last one is what shells report of programs that SIGPIPE ends."""
 
 WIDTH = 100
 """Columns that text is wrapped to."""

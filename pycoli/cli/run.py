@@ -17,8 +17,8 @@ from tqdm import tqdm
 import pycoli
 
 from ..checkpoint import Checkpoint, number_ranges, recorded_input_name
-from ..errors import ArgumentError, ColiError
-from ..tensorfile import CheckpointError, TensorFile
+from ..errors import ArgumentError, CheckpointError, ColiError
+from ..tensorfile import TensorFile
 from .measure import ERROR_LIMIT, ROWS_PER_CALL, Measurement, measure
 from .report import RIGHT, WRONG_RESULT, sections, table, write_report
 
@@ -64,8 +64,8 @@ def _run(options: argparse.Namespace, checkpoint: Checkpoint, name: str) -> int:
         for number in experts:
             original = checkpoint.expert(layer, number)
             rows = activations.rows
-            measurements.append(measure(str(number), original, options.format, rows, devices.names, bar.update))
-    total = Measurement("total", options.format)
+            measurements.append(measure(number, original, options.format, rows, devices.names, bar.update))
+    total = Measurement(None, options.format)
     for measurement in measurements:
         total.merge(measurement)
 
@@ -190,7 +190,7 @@ def _only_input(file: TensorFile, layer: int, hidden: int) -> str:
 
 def _as_json(measurement: Measurement) -> dict:
     return {
-        "expert": int(measurement.label) if measurement.label.isdigit() else measurement.label,
+        "expert": "total" if measurement.expert is None else measurement.expert,
         "bytes": measurement.nbytes,
         "bits_per_weight": measurement.bits_per_weight,
         "error_against_decoded": {d: _finite(e.value) for d, e in measurement.against_decoded.items()},
@@ -210,7 +210,7 @@ def _as_text(report: dict, name: str, measurements: list[Measurement], total: Me
     header += [f"time {device}" for device in devices.names]
     lines = [
         [
-            m.label,
+            "total" if m.expert is None else str(m.expert),
             f"{m.nbytes:,}",
             f"{m.bits_per_weight:.4f}",
             *(f"{m.against_decoded[device].value:.2e}" for device in devices.names),
@@ -228,7 +228,7 @@ def _as_text(report: dict, name: str, measurements: list[Measurement], total: Me
             "experts",
             [
                 f"layer {report['layer']} of {name} ({report['model_type']}), experts "
-                f"{number_ranges([int(m.label) for m in measurements])}, each {report['hidden_size']} -> "
+                f"{number_ranges([m.expert for m in measurements])}, each {report['hidden_size']} -> "
                 f"{report['intermediate_size']} -> {report['hidden_size']}, format {report['format']}"
             ],
         ),

@@ -18,6 +18,7 @@ enum { O = 6, I = 96, S = 3 };
 /* Calls of a GPU library that the tests make themselves. */
 typedef int (*start)(const int *devices, int count);
 typedef void (*stop)(void);
+typedef int (*count_devices)(void);
 typedef void (*count_tensors)(int device, size_t *tensors, size_t *bytes);
 
 static const char *folder;
@@ -54,7 +55,7 @@ static void refusals(void) {
     CHECK(coli_backend_open(stub("stub_old"), NULL) == COLI_E_ARGUMENT, "opened to nowhere");
 }
 
-static void search(void) {
+static void search_order(void) {
     coli_backend *backend = NULL;
     setenv("COLI_CUDA_LIB", stub("stub_old"), 1);
     CHECK_OK(coli_backend_open(NULL, &backend));
@@ -104,6 +105,7 @@ static void features(const coli_backend *backend) {
     static const char *const offered[] = {"f32",     "int8",   "int4",       "int2",         "int4-g64",   "int4-g32",
                                           "devices", "matmul", "expert_mlp", "expert_group", "issue_take", "update"};
     static const char *const absent[][2] = {{"e8", "coli_cuda_e8_set_grid"},
+                                            {"mxfp4", "coli_cuda_matmul_mxfp4"},
                                             {"fp8-e4m3-b128", "coli_cuda_fp8_set_lut"},
                                             {"download", "coli_cuda_tensor_download"},
                                             {"int3-g64", "no int3-g64"},
@@ -130,6 +132,31 @@ static void features(const coli_backend *backend) {
     }
     CHECK(!coli_backend_feature_name(-1) && !coli_backend_feature_name(coli_backend_feature_count()),
           "a name past the end");
+}
+
+/*------   Devices   ------*/
+
+static void check_not_started(coli_backend *backend, const int *devices, int count, coli_status expected, const char *why) {
+    coli_status status = coli_backend_init(backend, devices, count);
+    CHECK(status == expected, "%d devices give %s", count, coli_status_string(status));
+    CHECK(says(coli_last_error(), why), "\"%s\" does not say \"%s\"", coli_last_error(), why);
+}
+
+static void devices(coli_backend *backend) {
+    static const char silent[] = "stub_old.so: coli_cuda_init returned 0 (this library does not say why)";
+    count_devices configured = (count_devices)coli_backend_symbol(backend, "coli_cuda_device_count");
+    stop shut_down = (stop)coli_backend_symbol(backend, "coli_cuda_shutdown");
+    check_not_started(backend, (const int[]){0}, 0, COLI_E_NO_DEVICE, silent);
+    check_not_started(backend, (const int[]){0}, 99, COLI_E_NO_DEVICE, silent);
+    check_not_started(NULL, NULL, 0, COLI_E_ARGUMENT, "needs a backend");
+    setenv("STUB_NO_DEVICE", "1", 1);
+    check_not_started(backend, NULL, 0, COLI_E_NO_DEVICE, silent);
+    unsetenv("STUB_NO_DEVICE");
+    CHECK_OK(coli_backend_init(backend, NULL, 0));
+    CHECK(configured() == 1, "a library that cannot count devices has started %d", configured());
+    shut_down();
+    CHECK_OK(coli_backend_init(backend, (const int[]){0, 3}, 2));
+    CHECK(configured() == 2, "%d devices have started", configured());
 }
 
 /*------   Placement   ------*/
@@ -163,16 +190,21 @@ static void placements(coli_backend *backend) {
         check_placement(NULL, 0, &m, "no GPU library is loaded");
         release_matrix(&m);
     }
-    static const char *const on_cpu[][2] = {
-        {"e8", "coli_cuda_e8_set_grid"},
-        {"fp8-e4m3-b128", "coli_cuda_fp8_set_lut"},
-        {"int3-g64", "no int3-g64"},
-        {"mxfp4", "coli_cuda_tensor_upload returned 0 (this library does not say why)"}};
+    static const char *const on_cpu[][2] = {{"e8", "coli_cuda_e8_set_grid"},
+                                            {"fp8-e4m3-b128", "coli_cuda_fp8_set_lut"},
+                                            {"int3-g64", "no int3-g64"},
+                                            {"mxfp4", "coli_cuda_matmul_mxfp4"}};
     for (size_t i = 0; i < sizeof on_cpu / sizeof *on_cpu; i++) {
         coli_matrix m = random_matrix(on_cpu[i][0], O, I, 0, 8);
         check_placement(backend, 0, &m, on_cpu[i][1]);
         release_matrix(&m);
     }
+
+    coli_matrix refused = random_matrix("int8", O, I, 0, 8);
+    setenv("STUB_REFUSES_UPLOADS", "1", 1);
+    check_placement(backend, 0, &refused, "coli_cuda_tensor_upload returned 0 (this library does not say why)");
+    unsetenv("STUB_REFUSES_UPLOADS");
+    release_matrix(&refused);
 
     coli_matrix bad = {.format = COLI_INT8, .rows = O, .columns = I};
     coli_placed *untouched = (coli_placed *)&folder;
@@ -268,20 +300,68 @@ static void experts(coli_backend *backend) {
 
 /*------   The first libraries with E8   ------*/
 
-/* An expert of `hidden` hidden columns with an E8 down matrix: the CPU computes it, for a reason that says `why`. */
+/* An expert of `hidden` hidden columns with an E8 down matrix. `why` is a part of the reason for the CPU, or NULL where the
+ * GPU must compute it. */
 static void check_down(coli_backend *backend, int hidden, int flags, const char *why) {
     coli_matrix m[3] = {random_matrix("int8", hidden, I, 0, 1), random_matrix("int8", hidden, I, 0, 2),
                         random_matrix("e8", I, hidden, flags, 3)};
     coli_placed *placed[3] = {NULL};
     for (int i = 0; i < 3; i++) {
         CHECK_OK(coli_place(backend, 0, &m[i], &placed[i]));
-        CHECK(coli_placed_device(placed[i]) == 0, "%s", coli_placed_why_cpu(placed[i]));
+        const char *reason = coli_placed_why_cpu(placed[i]);
+        CHECK(coli_placed_device(placed[i]) == 0, "%s", reason ? reason : "no reason");
     }
     check_expert(placed[0], placed[1], placed[2], m, why);
     for (int i = 0; i < 3; i++) {
         coli_placed_free(placed[i]);
         release_matrix(&m[i]);
     }
+}
+
+static const char *why_not(const coli_backend *backend, const char *feature, const char *format, int hidden, int flags) {
+    coli_matrix int8 = {.format = COLI_INT8, .rows = hidden, .columns = I};
+    coli_matrix down = {.rows = I, .columns = hidden, .flags = flags};
+    CHECK_OK(coli_format_parse(format, &down.format, &down.group_size));
+    return coli_backend_why_not_expert(backend, feature, &int8, &int8, &down);
+}
+
+/* What these libraries would get wrong without a word. */
+static void experts_they_misread(const coli_backend *backend) {
+    static const char *const grouped[] = {"expert_group", "issue_take"};
+    static const char *const later[] = {"e8", "mxfp4", "fp8-e4m3-b128"};
+    CHECK(!why_not(backend, "expert_mlp", "e8", 4096, 0), "%s", why_not(backend, "expert_mlp", "e8", 4096, 0));
+    CHECK(says(why_not(backend, "expert_mlp", "e8", 8192, 0), "rotation blocks above 4096"), "blocks of 8192");
+    CHECK(says(why_not(backend, "expert_mlp", "e8", 8192 + 64, 0), "rotation blocks above 4096"), "blocks of 64 and 8192");
+    CHECK(!why_not(backend, "expert_mlp", "int8", 8192, 0), "int8 is never rotated");
+    CHECK(says(why_not(backend, "expert_mlp", "e8", 256, COLI_UNROTATED), "unrotated e8"), "unrotated");
+    for (int i = 0; i < 2; i++) {
+        CHECK(!why_not(backend, grouped[i], "int4-g16", 256, 0), "%s of int4-g16", grouped[i]);
+        for (int k = 0; k < 3; k++) {
+            const char *why = why_not(backend, grouped[i], later[k], 256, 0);
+            CHECK(says(why, "without coli_cuda_abi_version"), "%s of %s: %s", grouped[i], later[k], why ? why : "offered");
+        }
+    }
+    CHECK(says(why_not(NULL, "expert_mlp", "e8", 256, 0), "no GPU library"), "no library runs an expert");
+    CHECK(says(why_not(backend, "download", "e8", 256, 0), "coli_cuda_tensor_download"), "a feature that is not there");
+    CHECK(says(why_not(backend, "teleport", "e8", 256, 0), "no such feature"), "no feature");
+}
+
+/* The table of fp8 is published when it is missing, not at every upload. */
+static void fp8_tables(coli_backend *backend, start init, stop shut_down) {
+    int (*tables)(void) = (int (*)(void))coli_backend_symbol(backend, "stub_fp8_tables");
+    coli_matrix m = random_matrix("fp8-e4m3-b128", O, I, 0, 4);
+    for (int round = 1; round <= 2; round++) {
+        CHECK(init((const int[]){0}, 1) == 1, "the stub did not start");
+        for (int i = 0; i < 3; i++) check_placement(backend, 0, &m, NULL);
+        CHECK(tables() == round, "the table was published %d times in %d rounds", tables(), round);
+        if (round == 2) {
+            setenv("STUB_REFUSES_UPLOADS", "1", 1);
+            check_placement(backend, 0, &m, "coli_cuda_tensor_upload returned 0");
+            unsetenv("STUB_REFUSES_UPLOADS");
+        }
+        shut_down();
+    }
+    release_matrix(&m);
 }
 
 /* They forget the codebook with coli_cuda_shutdown and compute with zeros until it is published. */
@@ -297,11 +377,13 @@ static void first_e8(void) {
         shut_down();
     }
     CHECK(init((const int[]){0}, 1) == 1, "the stub did not start");
-    check_down(backend, I, 0, "coli_cuda_expert_mlp returned 0"); /* the GPU is asked */
+    check_down(backend, I, 0, NULL);
     check_down(backend, I, COLI_UNROTATED, "unrotated e8");
     check_down(backend, 8192, 0, "rotation blocks above 4096");
-    check_down(backend, 4096, 0, "coli_cuda_expert_mlp returned 0");
+    check_down(backend, 4096, 0, NULL);
     shut_down();
+    experts_they_misread(backend);
+    fp8_tables(backend, init, shut_down);
     coli_backend_close(backend);
     release_matrix(&rotated);
     release_matrix(&unrotated);
@@ -314,15 +396,14 @@ int main(int argc, char **argv) {
     }
     folder = argv[1];
     refusals();
-    search();
+    search_order();
     sharing();
     many_threads();
 
     coli_backend *backend = open_stub("stub_old");
     features(backend);
-    start init = (start)coli_backend_symbol(backend, "coli_cuda_init");
     count_tensors stats = (count_tensors)coli_backend_symbol(backend, "coli_cuda_stats");
-    CHECK(init((const int[]){0, 3}, 2) == 1, "the stub did not start");
+    devices(backend);
     placements(backend);
     fallback(backend);
     experts(backend);

@@ -104,6 +104,22 @@ static void experts(void) {
     check_expert("int4-g64", "mxfp4", 0);
 }
 
+/*------   Devices   ------*/
+
+static void check_not_started(const int *devices, int count, const char *why) {
+    coli_status status = coli_backend_init(backend, devices, count);
+    CHECK(status == COLI_E_ARGUMENT, "%d devices give %s", count, coli_status_string(status));
+    CHECK(says(coli_last_error(), why), "\"%s\" does not say \"%s\"", coli_last_error(), why);
+}
+
+static void devices(void) {
+    check_not_started((const int[]){0, 0}, 2, "coli_cuda_init: device 0 is listed twice");
+    check_not_started((const int[]){0}, 0, "coli_cuda_init: a list of 0 devices"); /* not the earlier reason */
+    CHECK(coli_backend_init(backend, (const int[]){999}, 1) == COLI_E_NO_DEVICE, "device 999 has started");
+    CHECK_OK(coli_backend_init(backend, NULL, 0));
+    CHECK_OK(coli_backend_init(backend, NULL, 0));
+}
+
 /*------   Threads and shutdown   ------*/
 
 /* Placing fp8 sets a table, which may not happen while another thread computes. */
@@ -112,11 +128,18 @@ static void *place_fp8(void *unused) {
     return unused;
 }
 
+static void *start_again(void *unused) {
+    const int device = 0;
+    for (int i = 0; i < 100; i++) CHECK_OK(coli_backend_init(backend, &device, 1));
+    return unused;
+}
+
 static void threads(void) {
-    pthread_t other[2];
-    for (int i = 0; i < 2; i++) pthread_create(&other[i], NULL, place_fp8, NULL);
+    void *(*const tasks[])(void *) = {place_fp8, place_fp8, start_again};
+    pthread_t other[3];
+    for (int i = 0; i < 3; i++) pthread_create(&other[i], NULL, tasks[i], NULL);
     for (int i = 0; i < 5; i++) check_matmul("e8", 0, NULL);
-    for (int i = 0; i < 2; i++) pthread_join(other[i], NULL);
+    for (int i = 0; i < 3; i++) pthread_join(other[i], NULL);
 }
 
 int main(int argc, char **argv) {
@@ -137,6 +160,8 @@ int main(int argc, char **argv) {
     }
     check_matmul("int8", 0, "GPU 0 is not among the 0 that coli_cuda_init configured");
 
+    devices();
+    shut_down();
     const int device = 0;
     for (int round = 0; round < 2; round++) { /* the second after a shutdown, which forgets tables */
         CHECK(init(&device, 1) == 1, "no start");

@@ -1,6 +1,7 @@
-"""Every kernel once, on small odd shapes, results checked: what compute-sanitizer runs.
+"""Every kernel, on small odd shapes, results checked: what the sanitizers of GPU and CPU run.
 
-python tests/gpu/workload.py LIBRARY
+python tests/gpu/workload.py LIBRARY [PART ...]    the parts named, or all of PARTS
+python tests/gpu/workload.py LIBRARY --out-of-bounds    a fault that compute-sanitizer must report
 """
 
 import sys
@@ -10,7 +11,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import oracle
-from abi import Gpu, ffi
+from abi import Gpu, ffi, floats, pointer, tensor_array
 from device_memory import DeviceMemory
 from samples import EXACT, gaussian, random_expert
 
@@ -22,6 +23,12 @@ def check(name, actual, expected):
     assert error <= EXACT, f"{name}: relative error {error:.3g}"
 
 
+def check_download(gpu, tensor, matrix):
+    data, scales = gpu.download(tensor, matrix)
+    assert (data == matrix.data).all(), f"download {matrix.fmt}: other weights"
+    assert scales is None or (scales == matrix.scales).all(), f"download {matrix.fmt}: other scales"
+
+
 def matrices(gpu, rng):
     for fmt in FORMATS:
         matrix = oracle.random_encoded(rng, fmt, (9, 300))
@@ -30,9 +37,18 @@ def matrices(gpu, rng):
             x = gaussian(rng, rows, 300)
             check(f"matmul {fmt}", gpu.matmul(tensor, x, matrix), x.astype(np.float64) @ matrix.decode().T)
         gpu.update(tensor, matrix)
-        data, _ = gpu.download(tensor, matrix)
-        assert (data == matrix.data).all(), f"download {fmt}"
+        check_download(gpu, tensor, matrix)
         gpu.free(tensor)
+
+
+def large_e8(gpu, rng):
+    """8.8 MB, more than E8 blocks are packed at a time."""
+    old, new = (oracle.random_encoded(rng, "e8", (9, 256 * 10_000)) for _ in range(2))
+    tensor = gpu.upload(old)
+    check_download(gpu, tensor, old)
+    gpu.update(tensor, new)
+    check_download(gpu, tensor, new)
+    gpu.free(tensor)
 
 
 def experts(gpu, rng):
@@ -48,41 +64,94 @@ def experts(gpu, rng):
     gpu.free_all()
 
 
-def rotation(gpu, rng):
-    memory = DeviceMemory(gpu.path if DeviceMemory.is_exported_by(gpu.path) else None)
-    x = gaussian(rng, 2, 8192 + 256 + 5)
-    source, target = memory.put(x), memory.allocate(x.nbytes)
-    gpu.check(gpu.lib.coli_cuda_rotate_rows_dev(0, pointer(target), pointer(source), *x.shape, 0, ffi.NULL))
-    memory.synchronize(None)
-    check("rotation", memory.get(target, x.shape), oracle.rotate(x))
-    memory.close()
+def mxfp4_from_host_memory(gpu, rng):
+    D, H, S, b1, b2 = 72, 40, 5, 7.0, 1.75
+    expert = random_expert(rng, D, H, ("mxfp4",) * 3)
+    parts = [pointer(part, "unsigned char *") for matrix in expert for part in (matrix.data, matrix.scales)]
+    x, hidden, y = gaussian(rng, S, D), np.empty((S, H), np.float32), np.empty((S, D), np.float32)
+    gpu.check(gpu.lib.coli_cuda_matmul_mxfp4(floats(hidden), floats(x), *parts[:2], S, D, H))
+    check("mxfp4 matmul", hidden, x.astype(np.float64) @ expert[0].decode().T)
+    gpu.check(gpu.lib.coli_cuda_expert_mxfp4(floats(y), floats(x), *parts, S, D, H, b1, b2))
+    check("mxfp4 expert", y, oracle.expert_mxfp4(x, *expert, b1, b2))
 
 
-def pointer(where):
+# ---- device pointers ----
+
+
+def open_memory(gpu):
+    return DeviceMemory(gpu.path if DeviceMemory.is_exported_by(gpu.path) else None)
+
+
+def on_device(where):
     return ffi.cast("float *", where)
+
+
+def device_pointers(gpu, rng):
+    memory, stream = open_memory(gpu), ffi.NULL
+    D, H, rows = 72, 40, [2, 0, 17]
+    group = [random_expert(rng, D, H, formats) for formats in (("e8",) * 3, ("int8",) * 3, ("int4", "e8", "mxfp4"))]
+    columns = [tensor_array(column) for column in zip(*map(gpu.upload_expert, group), strict=True)]
+    x = gaussian(rng, sum(rows), D)
+    x_dev, y_dev, hidden_dev = memory.put(x), memory.allocate(x.nbytes), memory.allocate(4 * len(x) * H)
+
+    gpu.check(gpu.lib.coli_cuda_matmul_dev(columns[0][0], on_device(hidden_dev), on_device(x_dev), len(x), stream))
+    size = gpu.lib.coli_cuda_expert_group_workspace(*columns, rows, len(rows))
+    if size == 0:
+        raise gpu.refusal()
+    workspace = ffi.cast("void *", memory.allocate(size))
+    gpu.check(
+        gpu.lib.coli_cuda_expert_group_dev(
+            *columns, rows, len(rows), on_device(y_dev), on_device(x_dev), workspace, size, stream
+        )
+    )
+    memory.synchronize(None)
+    check("matmul_dev", memory.get(hidden_dev, (len(x), H)), x.astype(np.float64) @ group[0][0].decode().T)
+    parts = np.split(x, np.cumsum(rows)[:-1])
+    expected = [oracle.expert(part, *expert) for part, expert in zip(parts, group, strict=True)]
+    check("expert_group_dev", memory.get(y_dev, x.shape), np.concatenate(expected))
+    memory.close()
+    gpu.free_all()
+
+
+def rotation(gpu, rng):
+    """A block that is one piece, one that is two, and small ones."""
+    memory = open_memory(gpu)
+    for dim in (8192 + 256 + 5, 16384 + 256 + 5):
+        x = gaussian(rng, 2, dim)
+        source, target = memory.put(x), memory.allocate(x.nbytes)
+        for inverse, expected in ((0, oracle.rotate(x)), (1, oracle.unrotate(x))):
+            rotate = gpu.lib.coli_cuda_rotate_rows_dev
+            gpu.check(rotate(0, on_device(target), on_device(source), *x.shape, inverse, ffi.NULL))
+            memory.synchronize(None)
+            check(f"rotation of {dim}, inverse {inverse}", memory.get(target, x.shape), expected)
+    memory.close()
 
 
 def out_of_bounds(gpu):
     """The caller's fault: a row more than its memory holds."""
-    memory = DeviceMemory(gpu.path if DeviceMemory.is_exported_by(gpu.path) else None)
+    memory = open_memory(gpu)
     source, target = memory.put(np.zeros((1, 256), np.float32)), memory.allocate(2 * 1024)
-    gpu.lib.coli_cuda_rotate_rows_dev(0, pointer(target), pointer(source), 2, 256, 0, ffi.NULL)
+    gpu.lib.coli_cuda_rotate_rows_dev(0, on_device(target), on_device(source), 2, 256, 0, ffi.NULL)
     memory.synchronize(None)
 
 
-def main():
-    gpu = Gpu(sys.argv[1])
+PARTS = {
+    part.__name__: part for part in (matrices, large_e8, experts, mxfp4_from_host_memory, device_pointers, rotation)
+}
+
+
+def main(library, *parts):
+    gpu = Gpu(library)
     rng = np.random.default_rng(7)
     gpu.init(0)
     gpu.publish_tables()
-    if "--out-of-bounds" in sys.argv:
+    if parts == ("--out-of-bounds",):
         return out_of_bounds(gpu)
-    matrices(gpu, rng)
-    experts(gpu, rng)
-    rotation(gpu, rng)
+    for part in parts or PARTS:
+        PARTS[part](gpu, rng)
     gpu.shutdown()
     print("all results are right")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

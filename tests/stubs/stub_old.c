@@ -2,7 +2,11 @@
  * later one. "Device memory" is host memory, so that results can be checked: f32, int8, int4, int2 and grouped int4 are
  * computed for real, one weight at a time. It includes no coli header, because such a library knows none.
  *
- * With WITH_E8 it is one from the first days of E8: it has coli_cuda_e8_set_grid, no table of its own, and no version. */
+ * With WITH_E8 it is one from the first days of E8 and fp8, with the defects of those days, none of which it reports:
+ * without a codebook it computes E8 with zeros; it takes every E8 down matrix for a rotated one, and rotates hidden rows in
+ * blocks of at most 4096; in groups it takes E8 for int2. fp8 it refuses until it has a table.
+ *
+ * STUB_NO_DEVICE=1 in the environment: coli_cuda_init refuses. STUB_REFUSES_UPLOADS=1: uploads do. */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -14,7 +18,7 @@ typedef struct ColiCudaTensor {
     float *weights; /* decoded, [O, I] */
 } ColiCudaTensor;
 
-enum { F32, INT8, INT4, INT2, INT4_GROUPED, E8 = 6 };
+enum { F32, INT8, INT4, INT2, INT4_GROUPED, E8 = 6, FP8 = 8 };
 enum { MAX_DEVICES = 16, MAX_EXPERTS = 64, MAX_ISSUE_ROWS = 8 };
 
 static int devices[MAX_DEVICES], device_count;
@@ -23,6 +27,9 @@ static uint64_t group_calls, group_experts, group_rows;
 static float *issued[MAX_DEVICES];
 #ifdef WITH_E8
 static uint8_t grid[1024];
+static float fp8_table[256];
+static int fp8_tables; /* since the process began */
+static int fp8_ready;
 #endif
 
 /*------   Devices   ------*/
@@ -35,7 +42,7 @@ static int position(int device) {
 }
 
 int coli_cuda_init(const int *list, int count) {
-    if (!list || count < 1 || count > MAX_DEVICES) return 0;
+    if (getenv("STUB_NO_DEVICE") || !list || count < 1 || count > MAX_DEVICES) return 0;
     memcpy(devices, list, (size_t)count * sizeof *list);
     device_count = count;
     return 1;
@@ -49,6 +56,7 @@ void coli_cuda_shutdown(void) {
     device_count = 0;
 #ifdef WITH_E8
     memset(grid, 0, sizeof grid);
+    fp8_ready = 0;
 #endif
 }
 
@@ -87,13 +95,26 @@ void coli_cuda_group_stats(uint64_t *calls, uint64_t *experts, uint64_t *rows, d
     if (d2h_ms) *d2h_ms = 0;
 }
 
-/*------   E8   ------*/
+/*------   E8, fp8   ------*/
 
 #ifdef WITH_E8
 int coli_cuda_e8_set_grid(const void *table) {
     if (!table || !device_count) return 0;
     memcpy(grid, table, sizeof grid);
     return 1;
+}
+
+int coli_cuda_fp8_set_lut(const float *table) {
+    if (!table || !device_count) return 0;
+    memcpy(fp8_table, table, sizeof fp8_table);
+    fp8_ready = 1;
+    fp8_tables++;
+    return 1;
+}
+
+/* For tests: how often the table of fp8 has been set. */
+int stub_fp8_tables(void) {
+    return fp8_tables;
 }
 
 static float e8_weight(const uint8_t *row, int column) {
@@ -106,6 +127,38 @@ static float e8_weight(const uint8_t *row, int column) {
     float scale = ldexpf((float)(1024 | (d & 1023)), (d >> 10 & 31) - 25) * (0.5f + (float)(word >> 28)) * 0.5f;
     float magnitude = grid[4 * block[at / 4] + at % 4] * 0.5f * scale;
     return negative ? -magnitude : magnitude;
+}
+
+/* One block: random signs, Walsh-Hadamard transform, 1 / sqrt(n). */
+static void rotate_block(float *x, int n) {
+    uint64_t state = 417 + (uint64_t)n;
+    unsigned signs = 0;
+    for (int i = 0; i < n; i++) {
+        if (i % 8 == 0) {
+            state ^= state >> 12;
+            state ^= state << 25;
+            state ^= state >> 27;
+            signs = (unsigned)(state * 2685821657736338717u >> 56);
+        }
+        if (signs >> i % 8 & 1) x[i] = -x[i];
+    }
+    for (int half = 1; half < n; half *= 2) {
+        for (int i = 0; i < n; i++) {
+            if (i & half) continue;
+            float a = x[i], b = x[i + half];
+            x[i] = a + b;
+            x[i + half] = a - b;
+        }
+    }
+    for (int i = 0; i < n; i++) x[i] /= sqrtf((float)n);
+}
+
+static void rotate(float *row, int columns) {
+    for (int start = 0, n; start < columns; start += n) {
+        n = (columns - start) & -(columns - start);
+        if (n > 4096) n = 4096;
+        rotate_block(row + start, n);
+    }
 }
 #endif
 
@@ -130,6 +183,8 @@ static size_t row_bytes(int format, int I) {
 #ifdef WITH_E8
     case E8:
         return (columns + 255) / 256 * 98;
+    case FP8:
+        return fp8_ready ? columns : 0;
 #endif
     default:
         return 0;
@@ -149,22 +204,37 @@ static float code(int format, const uint8_t *row, int column) {
 #ifdef WITH_E8
     case E8:
         return e8_weight(row, column);
+    case FP8:
+        return fp8_table[row[column]];
 #endif
     default:
         return (float)((row[column / 2] >> 4 * (column % 2) & 15) - 8);
     }
 }
 
-static int groups(const ColiCudaTensor *t) {
-    return t->format == INT4_GROUPED ? (t->I + t->group_size - 1) / t->group_size : 1;
+/* Columns and rows that share a scale. */
+static int scale_columns(const ColiCudaTensor *t) {
+    return t->format == INT4_GROUPED ? t->group_size : t->format == FP8 ? 128 : t->I;
+}
+
+static int scale_rows(const ColiCudaTensor *t) {
+    return t->format == FP8 ? 128 : 1;
+}
+
+static int scales_across(const ColiCudaTensor *t) {
+    return (t->I + scale_columns(t) - 1) / scale_columns(t);
+}
+
+static int scale_count(const ColiCudaTensor *t) {
+    return has_scales(t->format) ? (t->O + scale_rows(t) - 1) / scale_rows(t) * scales_across(t) : 0;
 }
 
 static void decode(ColiCudaTensor *t, const void *weights, const float *scales) {
     for (int o = 0; o < t->O; o++) {
         const uint8_t *row = (const uint8_t *)weights + (size_t)o * row_bytes(t->format, t->I);
         for (int i = 0; i < t->I; i++) {
-            int group = t->format == INT4_GROUPED ? i / t->group_size : 0;
-            float scale = !has_scales(t->format) ? 1 : scales[o * groups(t) + group];
+            int at = o / scale_rows(t) * scales_across(t) + i / scale_columns(t);
+            float scale = has_scales(t->format) ? scales[at] : 1;
             t->weights[(size_t)o * (size_t)t->I + (size_t)i] = code(t->format, row, i) * scale;
         }
     }
@@ -172,7 +242,7 @@ static void decode(ColiCudaTensor *t, const void *weights, const float *scales) 
 
 int coli_cuda_tensor_upload_g(ColiCudaTensor **tensor, const void *weights, const float *scales, int format, int I, int O,
                               int device, int group_size) {
-    if (!tensor) return 0;
+    if (!tensor || getenv("STUB_REFUSES_UPLOADS")) return 0;
     if (format != INT4_GROUPED) group_size = 0;
     ColiCudaTensor *t = *tensor;
     if (t) return t->format == format && t->I == I && t->O == O && t->device == device && t->group_size == group_size;
@@ -186,7 +256,7 @@ int coli_cuda_tensor_upload_g(ColiCudaTensor **tensor, const void *weights, cons
         return 0;
     }
     *t = (ColiCudaTensor){format, I, O, device, group_size, (size_t)O * row_bytes(format, I), decoded};
-    if (has_scales(format)) t->bytes += (size_t)O * (size_t)groups(t) * sizeof *scales;
+    t->bytes += (size_t)scale_count(t) * sizeof *scales;
     decode(t, weights, scales);
     tensor_count[position(device)]++;
     tensor_bytes[position(device)] += t->bytes;
@@ -252,7 +322,6 @@ int coli_cuda_matmul(ColiCudaTensor **tensor, float *y, const float *x, const vo
 }
 
 static int is_expert(const ColiCudaTensor *gate, const ColiCudaTensor *up, const ColiCudaTensor *down) {
-    if (down && down->format == E8) return 0; /* would need its input rotated */
     return gate && up && down && gate->device == up->device && gate->device == down->device && gate->I == up->I &&
            gate->O == up->O && down->I == gate->O && down->O == gate->I;
 }
@@ -266,9 +335,17 @@ int coli_cuda_expert_mlp(ColiCudaTensor *gate, ColiCudaTensor *up, ColiCudaTenso
     multiply(gate, x, S, g);
     multiply(up, x, S, u);
     for (size_t i = 0; i < hidden; i++) g[i] = g[i] / (1 + expf(-g[i])) * u[i];
+#ifdef WITH_E8
+    for (int s = 0; down->format == E8 && s < S; s++) rotate(g + (size_t)s * (size_t)gate->O, gate->O);
+#endif
     multiply(down, g, S, y);
     free(g);
     return 1;
+}
+
+/* What comes of E8 blocks that are taken for int2: numbers that have nothing to do with the weights. */
+static void misread(float *y, int count) {
+    for (int i = 0; i < count; i++) y[i] = (float)(i % 7 - 3);
 }
 
 int coli_cuda_expert_group(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups, ColiCudaTensor *const *downs,
@@ -279,6 +356,7 @@ int coli_cuda_expert_group(ColiCudaTensor *const *gates, ColiCudaTensor *const *
         if (!gates[c] || gates[c]->device != gates[0]->device || rows[c] < 1) return 0;
         int D = gates[c]->I, at = total * D;
         if (!coli_cuda_expert_mlp(gates[c], ups[c], downs[c], y + at, x + at, rows[c])) return 0;
+        if (gates[c]->format == E8 || ups[c]->format == E8 || downs[c]->format == E8) misread(y + at, rows[c] * D);
         total += rows[c];
     }
     group_calls++;

@@ -3,21 +3,20 @@
 
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
-#define VERSION_TEXT TEXT(COLI_VERSION_MAJOR) "." TEXT(COLI_VERSION_MINOR) "." TEXT(COLI_VERSION_PATCH)
 
 int coli_cuda_abi_version(void) {
     return COLI_CUDA_ABI_MAJOR * 1000 + COLI_CUDA_ABI_MINOR;
 }
 
 const char *coli_cuda_version_string(void) {
-    return VERSION_TEXT;
+    return COLI_VERSION_STRING;
 }
 
 const char *coli_cuda_build_info(void) {
 #if defined(COLI_SIMT)
-    return "libcoli_cuda " VERSION_TEXT ", kernels compiled for the CPU (tests only)";
+    return "libcoli_cuda " COLI_VERSION_STRING ", kernels compiled for the CPU (tests only)";
 #else
-    return "libcoli_cuda " VERSION_TEXT ", CUDA runtime " TEXT(CUDART_VERSION) ", sm " COLI_GPU_ARCHS;
+    return "libcoli_cuda " COLI_VERSION_STRING ", CUDA runtime " TEXT(CUDART_VERSION) ", sm " COLI_GPU_ARCHS;
 #endif
 }
 

@@ -64,6 +64,8 @@ typedef struct coli_format_info {
     const char *name;        /* "e8"; "int4-g64" for the grouped format, whose group size is free */
     const char *scale_dtype; /* "none", "float32" or "uint8" */
     double bits_per_weight;  /* of a large matrix, scales included; the grouped format at a group size of 64 */
+    int scale_columns;       /* columns of a row that share a scale, where the format fixes their number; 0 where the whole
+                              * row does, where group_size says it, and where there are no scales */
     int can_encode;          /* coli_encode takes it */
     int on_gpu;              /* the GPU ABI takes it */
     const char *summary;     /* one line for a person */
@@ -85,6 +87,8 @@ COLI_API size_t coli_scale_bytes(int format, int rows, int columns, int group_si
 
 /* The published E8 codebook: 256 entries of 4 doubled magnitudes. Static, 1024 bytes. */
 COLI_API const uint8_t *coli_e8_codebook(void);
+/* The 256 values of e4m3, NaN at 0x7f and 0xff: what coli_cuda_fp8_set_lut takes. Static. */
+COLI_API const float *coli_e4m3_table(void);
 
 /*------   Matrices   ------*/
 
@@ -107,8 +111,8 @@ COLI_API coli_status coli_matrix_check(const coli_matrix *matrix);
 
 /* Encodes w [rows, columns] as it is (rotate E8 rows first, if wanted) into caller memory of coli_weight_bytes() and
  * coli_scale_bytes(); `scales` may be NULL where the format has none. E8 follows the reference rule of docs/formats.md; a
- * row's last super-block is padded with zeros. COLI_E_NOT_FINITE names the row and column of the first NaN or infinity;
- * COLI_E_NOT_PROVIDED for a format that is only read. Nothing is written unless the result is COLI_OK. */
+ * row's last super-block is padded with zeros. COLI_E_NOT_FINITE names the row and column of the first NaN or infinity.
+ * Nothing is written unless the result is COLI_OK. */
 COLI_API coli_status coli_encode(int format, const float *w, int rows, int columns, int group_size, void *weights,
                                  void *scales);
 /* Decodes to w [rows, columns], E8 as stored (still rotated). Exact: the product of code and scale in float32. */
@@ -148,7 +152,8 @@ COLI_API const char *coli_backend_path(const coli_backend *backend);
 COLI_API void *coli_backend_symbol(const coli_backend *backend, const char *name);
 
 /* Configures the GPUs of the ordinals in `devices`, or with NULL all that are visible. Does nothing where that very list is
- * configured already. COLI_E_NO_DEVICE says why there is none, or what is wrong with the list. */
+ * configured already. Waits for calls of coli_place() and its like that are in progress. A failure has the status and the
+ * reason that the library gives; COLI_E_NO_DEVICE where it gives no status. */
 COLI_API coli_status coli_backend_init(coli_backend *backend, const int *devices, int count);
 
 /* Features, by index 0 ... coli_backend_feature_count() - 1: a format's name ("e8", "int8", ...), or "devices",
@@ -159,6 +164,12 @@ COLI_API const char *coli_backend_feature_name(int index);
  * format's own limit. `backend` may be NULL: then the reason is that no GPU library is loaded. Lives as long as the
  * backend. */
 COLI_API const char *coli_backend_why_not(const coli_backend *backend, const char *feature);
+/* Why this backend cannot compute an expert of these matrices by the feature "expert_mlp", "expert_group" or "issue_take":
+ * NULL when it can; else what coli_backend_why_not() says of the feature, or what the library would get wrong. A library
+ * without coli_cuda_abi_version does not refuse such calls, it computes something else, so hosts should ask here first.
+ * Only format, columns and flags of the matrices are read. Lives as long as the backend. */
+COLI_API const char *coli_backend_why_not_expert(const coli_backend *backend, const char *feature, const coli_matrix *gate,
+                                                 const coli_matrix *up, const coli_matrix *down);
 
 /*------   Weights placed on a device, or on the CPU where it cannot be   ------*/
 
@@ -168,12 +179,17 @@ typedef struct coli_placed coli_placed;
 
 /* Uploads `matrix` to GPU `device` (a CUDA ordinal that coli_backend_init or coli_cuda_init configured), or leaves it on
  * the CPU: for device = -1, a NULL backend, a feature the backend lacks, or a failed upload. The result is COLI_OK in all
- * these cases; coli_placed_why_cpu() tells. Errors are those of coli_matrix_check() and COLI_E_MEMORY. */
+ * these cases; coli_placed_why_cpu() tells. Errors are those of coli_matrix_check() and COLI_E_MEMORY.
+ *
+ * E8 matrices on the GPU are decoded with the one codebook that the library holds, which must be the published one: a host
+ * that gives coli_cuda_e8_set_grid another table owns the consequence. The fp8 table is published here where it is missing;
+ * a library without coli_cuda_abi_version also gets the published codebook with each E8 matrix. */
 COLI_API coli_status coli_place(coli_backend *backend, int device, const coli_matrix *matrix, coli_placed **placed);
 COLI_API void coli_placed_free(coli_placed *placed);
 /* GPU ordinal, or -1 for the CPU. */
 COLI_API int coli_placed_device(const coli_placed *placed);
-/* Why it is on the CPU, or why its last call was computed there; NULL while the GPU does the work. */
+/* Why it is on the CPU, or why its last call was computed there; NULL while the GPU does the work. The text belongs to the
+ * matrix and lives until the next product with it, or coli_placed_free(). */
 COLI_API const char *coli_placed_why_cpu(const coli_placed *placed);
 /* As coli_matmul and coli_expert_mlp. A GPU call that fails is computed on the CPU and logged. The expert runs on the GPU
  * when its three matrices are on one device. Calls on one placed matrix must not overlap. */

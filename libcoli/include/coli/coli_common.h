@@ -25,7 +25,7 @@ extern "C" {
 
 /* Weight formats. Every matrix is [O, I] row-major: O rows (outputs) of I columns (inputs); y[s,o] = sum_i x[s,i] w[o,i].
  * The numbers are those of the C ABI and never change; outside it, formats go by the names in the comments.
- * Byte layouts: docs/formats.md. */
+ * Byte layouts: docs/formats.md in the source. */
 typedef enum coli_format {
     COLI_F32 = 0,          /* "f32"            4 bytes a weight, no scales                                      */
     COLI_INT8 = 1,         /* "int8"           1 byte, one f32 scale a row                                      */

@@ -19,7 +19,8 @@
  *   - I is the number of columns (inputs), O of rows (outputs); matrices are [O, I] in the formats of coli_common.h.
  *     COLI_INT3_G64 is refused. `gs` is the group size of COLI_INT4_GROUPED and ignored elsewhere.
  *   - E8 matrices are stored rotated. The caller rotates what meets a gate or up matrix, and anything given to
- *     coli_cuda_matmul; the hidden rows of an expert are rotated on the device where down is E8.
+ *     coli_cuda_matmul, with coli_rotate_rows (coli.h) or coli_cuda_rotate_rows_dev; the hidden rows of an expert are
+ *     rotated on the device where down is E8. Gate and up meet the same rows, so both are rotated or neither is.
  *   - Threads: calls for different devices may run at once; calls for one device take turns inside the library.
  *     coli_cuda_init, coli_cuda_shutdown and the table setters must not run at the same time as any other call.
  *   - Same input, same bits: run to run, and for a row alone or among others in calls of up to 16 rows an expert.
@@ -62,7 +63,7 @@ COLI_API int coli_cuda_device_count(void);
 COLI_API int coli_cuda_device_at(int index);
 /* Free and total memory of a configured device, in bytes. */
 COLI_API int coli_cuda_mem_info(int device, size_t *free_bytes, size_t *total_bytes);
-/* 1 when a visible device shares the host's memory. */
+/* 1 when a visible device shares the host's memory; 0 otherwise, and with an error set for one that is not there. */
 COLI_API int coli_cuda_device_integrated(int device);
 
 /*------   Tables   ------*/
@@ -70,8 +71,8 @@ COLI_API int coli_cuda_device_integrated(int device);
 /* Replaces the E8 codebook (1024 bytes: 256 entries of 4 doubled magnitudes) on every configured device. The published
  * table is built in, so the call is needed only for another one. coli_cuda_shutdown returns to the published table. */
 COLI_API int coli_cuda_e8_set_grid(const void *grid);
-/* Publishes the decode table of fp8-e4m3 (256 floats) to every configured device. Until then, and again after
- * coli_cuda_shutdown, uploads of COLI_FP8_B128 are refused. */
+/* Publishes the decode table of fp8-e4m3 (256 floats, such as coli_e4m3_table() of coli.h) to every configured device.
+ * Until then, and again after coli_cuda_shutdown, uploads of COLI_FP8_B128 are refused. */
 COLI_API int coli_cuda_fp8_set_lut(const float *lut);
 
 /*------   Tensors   ------*/
@@ -79,7 +80,8 @@ COLI_API int coli_cuda_fp8_set_lut(const float *lut);
 /* Copies a matrix to `device`. `scales` is NULL for COLI_F32 and COLI_E8 (and ignored), ue8m0 bytes for COLI_MXFP4, floats
  * otherwise. If *tensor already holds a matrix of the same format, shape, device and group size, nothing is done, and the
  * data pointers may be NULL; if it holds another one, 0. On failure *tensor stays as it was and nothing is kept. The host
- * memory is free for reuse on return. COLI_INT4_GROUPED needs the _g form to be of use. */
+ * memory is free for reuse on return. COLI_INT4_GROUPED needs the _g form: uploaded without it,
+ * it takes one scale a row and is refused by every product. */
 COLI_API int coli_cuda_tensor_upload(ColiCudaTensor **tensor, const void *weights, const float *scales, int fmt, int I,
                                      int O, int device);
 COLI_API int coli_cuda_tensor_upload_g(ColiCudaTensor **tensor, const void *weights, const float *scales, int fmt, int I,
