@@ -99,6 +99,7 @@ void CallBuffers::release() {
 CurrentDevice::CurrentDevice(int device) : device_(device) {
     ignore(cudaGetDevice(&previous_));
     if (previous_ != device_) result_ = cudaSetDevice(device_);
+    ignore(result_);
 }
 
 CurrentDevice::~CurrentDevice() {

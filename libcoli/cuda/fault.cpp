@@ -13,7 +13,9 @@ bool fault_injected(const char *call) {
     static long long limit = kNever, calls = 0;
 
     const char *value = getenv("COLI_GPU_FAIL_AFTER");
-    const long long now = value && value[0] ? atoll(value) : kNever;
+    char *end = nullptr;
+    const long long parsed = value ? strtoll(value, &end, 10) : kNever;
+    const long long now = end != value && *end == '\0' && parsed >= 0 ? parsed : kNever; /* junk is no limit */
     std::lock_guard<std::mutex> lock(mutex);
     if (limit != now) calls = 0;
     limit = now;

@@ -103,7 +103,17 @@ bool read_weights(const ColiCudaTensor &tensor, void *weights) {
 
 size_t allocation_footprint(size_t bytes) {
     constexpr size_t slice = 512, block = size_t{2} << 20;
-    return align_up(bytes, bytes < block / 2 ? slice : block);
+    const size_t unit = bytes < block / 2 ? slice : block;
+    return bytes > SIZE_MAX - unit ? SIZE_MAX : align_up(bytes, unit);
+}
+
+bool tensor_size_countable(int format, int I, int O, int group_size) {
+    /* in double, which cannot wrap: a row has at most 8 GiB, and no more scales than columns */
+    const double row =
+        static_cast<double>(row_pitch(format, I)) + static_cast<double>(scale_bytes(format, I, 1, group_size));
+    COLI_REFUSE_IF(row * O > 0x1p62, COLI_E_MEMORY, "a matrix [%d, %d] of format %d needs more than 2^62 bytes", O, I,
+                   format);
+    return true;
 }
 
 ColiCudaTensor *tensor_create(Context &context, const void *weights, const void *scales, int format, int I, int O,

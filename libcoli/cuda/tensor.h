@@ -42,6 +42,9 @@ bool tensor_alive(const ColiCudaTensor *tensor, const char *role);
 bool tensor_readable(const ColiCudaTensor *tensor, const char *role);
 bool tensor_usable(const ColiCudaTensor *tensor, const char *role);
 
+/* False, with an error set, for a matrix whose size in bytes a size_t cannot hold. */
+bool tensor_size_countable(int format, int I, int O, int group_size);
+
 /* Device memory that the CUDA allocator takes for an allocation: slices of 512 bytes out of blocks of 2 MiB, whole blocks
  * from 1 MiB on. */
 size_t allocation_footprint(size_t bytes);

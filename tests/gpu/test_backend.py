@@ -337,6 +337,7 @@ REFUSED_UPLOADS = {
     "device 9999": ("int8", {"device": 9999}, "NO_DEVICE", "9999"),
     "device -1": ("int8", {"device": -1}, "NO_DEVICE", "-1"),
     "16 TB": ("int8", {"shape": (1 << 22, 1 << 22)}, "MEMORY", "17592"),
+    "past 64 bits": ("int4-g1", {"shape": ((1 << 31) - 1, 1908874353)}, "MEMORY", "1908874353"),
 }
 
 

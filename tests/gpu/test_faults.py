@@ -334,3 +334,40 @@ def test_out_of_memory_says_how_much(gpu, rng, faults):
         gpu.upload(matrix)
     assert refused.value.status in ("MEMORY", "DEVICE")
     assert "[10, 100]" in refused.value.text
+
+
+def test_a_device_that_cannot_be_made_current(two_gpus, rng, faults, expert):
+    """cudaSetDevice fails inside every kind of call: each says so, and the next one works."""
+    tensors = two_gpus.upload_expert(expert, device=1)
+    x = gaussian(rng, 2, expert[0].shape[1])
+    right = two_gpus.expert_mlp(tensors, x)
+    spare = two_gpus.upload(expert[0], device=1)
+
+    def fails(call):
+        faults.fail(b"cudaSetDevice", 1)
+        try:
+            with pytest.raises(Refused):
+                call()
+        finally:
+            faults.fail(b"*", 0)
+        assert np.array_equal(two_gpus.expert_mlp(tensors, x), right)
+
+    fails(lambda: two_gpus.expert_mlp(tensors, x))
+    fails(lambda: two_gpus.update(tensors[0], expert[0]))
+    fails(lambda: two_gpus.download(tensors[0], expert[0]))
+    two_gpus.issue([tensors], [2], x)
+    fails(lambda: two_gpus.take(x.shape, device=1))
+    two_gpus.issue([tensors], [2], x)  # the failed take has ended the first one
+    assert np.array_equal(two_gpus.take(x.shape, device=1), right)
+    faults.fail(b"cudaSetDevice", 1)
+    two_gpus.free(spare)
+    faults.fail(b"*", 0)
+    assert np.array_equal(two_gpus.expert_mlp(tensors, x), right)
+
+
+@pytest.mark.parametrize("value", ["", "junk", "-1", "3x"])
+def test_fail_after_that_is_no_number_means_no_limit(gpu, rng, expert, monkeypatch, value):
+    monkeypatch.setenv("COLI_GPU_FAIL_AFTER", value)
+    tensors, x = gpu.upload_expert(expert), gaussian(rng, 1, expert[0].shape[1])
+    for _ in range(3):
+        gpu.expert_mlp(tensors, x)

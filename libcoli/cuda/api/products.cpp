@@ -16,6 +16,16 @@ bool pointers_given(const void *y, const void *x) {
     return true;
 }
 
+/* A misaligned load on the device would end its context. */
+bool device_pointers_given(const void *y_dev, const void *x_dev) {
+    COLI_FORWARD(pointers_given(y_dev, x_dev));
+    for (const void *pointer : {y_dev, x_dev}) {
+        COLI_REFUSE_IF(reinterpret_cast<uintptr_t>(pointer) % alignof(float), COLI_E_ARGUMENT, "%s is %p, expected floats",
+                       pointer == x_dev ? "x_dev" : "y_dev", pointer);
+    }
+    return true;
+}
+
 /* One expert, which coli_cuda_group_stats does not count. The caller holds the device. */
 bool run_expert(Context &context, const GroupCall &call, const Activation &activation, float *y, const float *x) {
     int total_rows;
@@ -137,7 +147,8 @@ const float *coli_cuda_expert_group_take(int device) {
     if (!context) return nullptr;
     DeviceCall call(*context);
     const bool injected = fault_injected("coli_cuda_expert_group_take");
-    return call.ok() && take_group(*context) && !injected ? context->issued.host_y.floats() : nullptr;
+    const bool taken = take_group(*context); /* whatever fails, nothing is pending any more */
+    return call.ok() && taken && !injected ? context->issued.host_y.floats() : nullptr;
 }
 
 int coli_cuda_matmul_mxfp4(float *y, const float *x, const unsigned char *q4, const unsigned char *e8s, int S, int I,
@@ -188,7 +199,7 @@ int coli_cuda_matmul_dev(const ColiCudaTensor *tensor, float *y_dev, const float
     DeviceCall call(context);
     COLI_FORWARD(call.ok() && tensor_usable(tensor, "the matrix"));
     if (S == 0) return 1;
-    COLI_FORWARD(pointers_given(y_dev, x_dev));
+    COLI_FORWARD(device_pointers_given(y_dev, x_dev));
     context.caller_streams = true;
     const MatmulParams params{tensor->view(), tensor->O, tensor->I, S, x_dev, y_dev, context.tables};
     return succeeded(launch_matmul(params, static_cast<cudaStream_t>(stream)),
@@ -208,10 +219,11 @@ int coli_cuda_expert_group_dev(ColiCudaTensor *const *gates, ColiCudaTensor *con
     COLI_FORWARD(call.ok() && check_group(group, 0, &total_rows));
     if (total_rows == 0) return 1;
     const size_t needed = workspace_bytes(total_rows, gates[0]->O);
-    COLI_FORWARD(pointers_given(y_dev, x_dev));
-    COLI_REFUSE_IF(!workspace_dev || workspace_size < needed, COLI_E_ARGUMENT,
-                   "a workspace of %zu bytes at %p, expected %zu for %d rows", workspace_size, workspace_dev, needed,
-                   total_rows);
+    COLI_FORWARD(device_pointers_given(y_dev, x_dev));
+    COLI_REFUSE_IF(!workspace_dev || reinterpret_cast<uintptr_t>(workspace_dev) % kPlaneAlignment ||
+                       workspace_size < needed,
+                   COLI_E_ARGUMENT, "a workspace of %zu bytes at %p, expected %zu aligned to %zu for %d rows",
+                   workspace_size, workspace_dev, needed, kPlaneAlignment, total_rows);
     context->caller_streams = true;
     for (int begin = 0, first_row = 0; begin < count; begin += COLI_CUDA_MAX_EXPERTS) {
         GroupParams params = group_params(group, begin, first_row);
@@ -234,7 +246,7 @@ int coli_cuda_rotate_rows_dev(int device, float *y_dev, const float *x_dev, int 
     if (!context) return 0;
     COLI_REFUSE_IF(rows < 0 || dim < 1, COLI_E_SHAPE, "%d rows of %d, expected 0 or more rows of 1 or more", rows, dim);
     if (rows == 0) return 1;
-    COLI_FORWARD(pointers_given(y_dev, x_dev));
+    COLI_FORWARD(device_pointers_given(y_dev, x_dev));
     COLI_REFUSE_IF(y_dev == x_dev, COLI_E_ARGUMENT, "y_dev and x_dev are the same memory, expected two places");
     DeviceCall call(*context);
     COLI_FORWARD(call.ok());

@@ -20,7 +20,7 @@ bool upload_valid(int format, int I, int O, int group_size) {
     COLI_REFUSE_IF(group_size < 0, COLI_E_SHAPE, "group size %d, expected 1 or more columns", group_size);
     COLI_REFUSE_IF(format == COLI_FP8_B128 && !fp8_table_published(), COLI_E_STATE,
                    "fp8 has no decode table yet: call coli_cuda_fp8_set_lut first");
-    return true;
+    return tensor_size_countable(format, I, O, group_size);
 }
 
 /* *tensor is there already: it must be what the caller describes. */
