@@ -27,7 +27,9 @@ static code_range range_of(int format) {
 }
 
 static float scale_for(const float *group, int columns, code_range range) {
-    return fmaxf(coli_largest(group, columns) / (float)range.max, 1e-8f);
+    float scale = fmaxf(coli_largest(group, columns) / (float)range.max, 1e-8f);
+    /* near the end of float32 the quotient may be rounded so far up that the largest code would decode to infinity */
+    return isinf(scale * (float)range.max) ? nextafterf(scale, 0) : scale;
 }
 
 static int code_for(float w, float scale, code_range range) {

@@ -46,6 +46,7 @@ coli_status coli_expert_mlp(const coli_matrix *gate, const coli_matrix *up, cons
     FORWARD_ERROR(check_shapes(gate, up, down));
     if (S == 0) return COLI_OK;
     RETURN_ERROR_IF(!x || !y, COLI_E_ARGUMENT, "%s, [%zu, %d], is NULL", x ? "y" : "x", S, gate->columns);
+    FORWARD_ERROR(coli_check_rows("x", S, gate->columns));
     int H = gate->rows, D = gate->columns, widest = H > D ? H : D;
     int threads = coli_team((size_t)widest, (size_t)widest * (1 + S)); /* the most that any of the products uses */
     size_t hidden_bytes = (size_t)H * sizeof(float), scratch_bytes = (size_t)threads * (size_t)widest * sizeof(float);

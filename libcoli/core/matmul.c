@@ -24,6 +24,8 @@ coli_status coli_matmul(const coli_matrix *w, const float *x, size_t S, float *y
     if (S == 0) return COLI_OK;
     RETURN_ERROR_IF(!x || !y, COLI_E_ARGUMENT, "%s is NULL: x [%zu, %d] and y [%zu, %d] are needed", x ? "y" : "x", S,
                     w->columns, S, w->rows);
+    FORWARD_ERROR(coli_check_rows("x", S, w->columns));
+    FORWARD_ERROR(coli_check_rows("y", S, w->rows));
     int threads = coli_team((size_t)w->rows, (size_t)w->columns * (1 + S));
     size_t row_bytes = (size_t)w->columns * sizeof(float);
     float *scratch = malloc((size_t)threads * row_bytes);

@@ -63,3 +63,9 @@ coli_status coli_matrix_check(const coli_matrix *matrix) {
     }
     return check_pointers(matrix, description);
 }
+
+coli_status coli_check_rows(const char *name, size_t rows, int dim) {
+    RETURN_ERROR_IF(rows > PTRDIFF_MAX / sizeof(float) / (size_t)dim, COLI_E_SHAPE,
+                    "%s of %zu rows of %d floats is more than memory can hold", name, rows, dim);
+    return COLI_OK;
+}

@@ -9,6 +9,9 @@
 /* "int4-g32 matrix [4, 256]", for messages. Returns `description`. The format must exist. */
 const char *coli_matrix_describe(const coli_matrix *matrix, char description[COLI_DESCRIPTION_BYTES]);
 
+/* COLI_OK when so many rows of `dim` floats can exist in memory; otherwise an error that names them. */
+coli_status coli_check_rows(const char *name, size_t rows, int dim);
+
 /* coli_matmul without its checks, on at most so many threads, in `scratch` [threads, w->columns]. */
 void coli_matmul_in(float *scratch, int threads, const coli_matrix *w, const float *x, size_t S, float *y);
 

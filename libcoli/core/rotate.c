@@ -4,6 +4,7 @@
 
 #include "../formats/signs.h"
 #include "kernels.h"
+#include "matrix.h"
 #include "parallel.h"
 #include "status.h"
 #include "tables.h"
@@ -35,6 +36,7 @@ static coli_status rotate_rows(const float *x, float *y, size_t rows, int dim, i
     RETURN_ERROR_IF(dim < 1, COLI_E_SHAPE, "dim must be 1 or more, got %d", dim);
     if (rows == 0) return COLI_OK;
     RETURN_ERROR_IF(!x || !y, COLI_E_ARGUMENT, "%s, %zu rows of %d floats, is NULL", x ? "y" : "x", rows, dim);
+    FORWARD_ERROR(coli_check_rows("x", rows, dim));
     const coli_kernels *kernels = coli_kernels_current();
     int team = coli_team(rows, (size_t)dim * 4);
     COLI_PARALLEL_FOR(team)

@@ -2,6 +2,8 @@
  * small E8 matrix. */
 #include "coli/coli.h"
 
+#include <float.h>
+
 #include "check.h"
 
 #define CHECK_OK(call) CHECK((call) == COLI_OK, "%s", coli_last_error())
@@ -71,6 +73,26 @@ static void errors(void) {
     CHECK(!strcmp(coli_status_string(COLI_E_SHAPE), "COLI_E_SHAPE"), "%s", coli_status_string(COLI_E_SHAPE));
 }
 
+/* Row counts whose bytes no memory can hold, and weights at the end of float32. */
+static void extremes(void) {
+    signed char code = 3, codes[3];
+    float scale = 2, scales[1], value = 1, y = 7, decoded[3];
+    coli_matrix one = {.format = COLI_INT8, .rows = 1, .columns = 1, .weights = &code, .scales = &scale};
+    static const size_t rows[] = {SIZE_MAX, SIZE_MAX - 1, SIZE_MAX / 2, SIZE_MAX / 8 + 1};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        CHECK(coli_matmul(&one, &value, rows[i], &y) == COLI_E_SHAPE, "%zu rows", rows[i]);
+        CHECK(coli_rotate_rows(&value, &y, rows[i], 1) == COLI_E_SHAPE, "%zu rows", rows[i]);
+        CHECK(coli_expert_mlp(&one, &one, &one, &value, rows[i], &y) == COLI_E_SHAPE, "%zu rows", rows[i]);
+    }
+    CHECK(y == 7, "a refused call wrote %g", y);
+
+    static const float largest[] = {FLT_MAX, -FLT_MAX, 1};
+    CHECK_OK(coli_encode(COLI_INT8, largest, 1, 3, 0, codes, scales));
+    coli_matrix matrix = {.format = COLI_INT8, .rows = 1, .columns = 3, .weights = codes, .scales = scales};
+    CHECK_OK(coli_decode(&matrix, decoded));
+    CHECK(decoded[0] > 0.99f * FLT_MAX && decoded[0] <= FLT_MAX, "%g decodes to %g", FLT_MAX, decoded[0]);
+}
+
 int main(void) {
     CHECK(coli_version_number() == COLI_VERSION_NUMBER, "library %d, header %d", coli_version_number(),
           COLI_VERSION_NUMBER);
@@ -78,5 +100,6 @@ int main(void) {
     integers();
     e8();
     errors();
+    extremes();
     return finish("t_core");
 }
