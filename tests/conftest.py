@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import pycoli
-from pycoli import cpu
+from pycoli import backend, cpu, placement
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -64,6 +64,21 @@ def sanitized_build():
         return _compile(folder, *options, targets=("coli_cuda_simt", "t_host_simt"))
 
     return build
+
+
+@pytest.fixture
+def built_without_cuda(monkeypatch):
+    """As if there were no GPU library, neither beside libcoli nor in the system."""
+
+    def search(path):
+        raise pycoli.BackendError("no usable GPU library: libcoli_cuda.so: no such file")
+
+    monkeypatch.delenv("COLI_CUDA_LIB", raising=False)
+    monkeypatch.setattr(backend, "_packaged_path", lambda: None)
+    monkeypatch.setattr(backend, "Backend", search)
+    placement._default_backend.cache_clear()
+    yield
+    placement._default_backend.cache_clear()
 
 
 @pytest.fixture(scope="session")

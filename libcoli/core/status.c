@@ -80,6 +80,6 @@ void coli_log(int level, const char *format, ...) {
     if (log_callback) {
         log_callback(level, line, log_user);
     } else {
-        fprintf(stderr, "[coli] %s: %s\n", names[level], line);
+        fprintf(stderr, "libcoli: %s: %s\n", names[level], line);
     }
 }

@@ -101,11 +101,12 @@ void set_log(coli_log_fn log, void *user) {
 }
 
 void log_line(int level, const char *line) {
+    static const char *const names[] = {"error", "warning", "information"};
     if (log_callback) {
         log_callback(level, line, log_user);
         return;
     }
-    if (switched_on("COLI_LOG")) fprintf(stderr, "libcoli_cuda: %s\n", line);
+    if (switched_on("COLI_LOG")) fprintf(stderr, "libcoli_cuda: %s: %s\n", names[level], line);
 }
 
 } // namespace coli

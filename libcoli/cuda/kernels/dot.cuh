@@ -68,8 +68,8 @@ __device__ void accumulate(const WeightRow &weights, const ActivationRows &activ
     }
 }
 
-/* memory.sums[slot][warp][r] = sum_i w[row, i] x[r, i]. All threads of the block take part, those whose row lies past the
- * end with the last row. */
+/* memory.sums[slot][warp][r] = sum_i w[row, i] x[r, i], for the warp to read until its next call. All threads of the block
+ * take part, those whose row lies past the end with the last row. */
 template <int ROWS>
 __device__ void dot_rows(const MatrixView &matrix, int O, int I, int row, const ActivationRows &activations,
                          ProductMemory<ROWS> &memory, int slot) {

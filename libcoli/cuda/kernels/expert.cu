@@ -40,7 +40,6 @@ __global__ void __launch_bounds__(kProductThreads, 1) expert_hidden(const __grid
             const float gate = memory.sums[0][warp][r], up = memory.sums[1][warp][r];
             p.hidden[(row + r) * p.H + h] = activate(p.activation, gate, up);
         }
-        __syncwarp(); /* the sums are read before the next pass writes them */
     }
 }
 
@@ -69,7 +68,6 @@ __global__ void __launch_bounds__(kProductThreads, 1) expert_down(const __grid_c
         const size_t row = expert.first_row + first;
         dot_rows<ROWS>(expert.down, p.D, p.H, d, {hidden + row * p.H, p.H, rows}, memory, 0);
         if (r < rows && d < p.D) p.y[(row + r) * p.D + d] = memory.sums[0][warp][r];
-        __syncwarp();
     }
 }
 

@@ -17,13 +17,13 @@ struct SharedTables {
     float fp8[256];
 };
 
-/* Called by all threads of the block, before any of them decodes. */
+/* Called by all threads of the block. No barrier follows: a product has one before it decodes, when its first tile is in.
+ */
 __device__ inline void load_tables(SharedTables &shared, const DeviceTables &tables) {
     for (unsigned i = threadIdx.x; i < 256; i += blockDim.x) {
         shared.codebook[i] = tables.codebook[i];
         shared.fp8[i] = tables.fp8[i];
     }
-    __syncthreads();
 }
 
 /* One row of a matrix [O, I]. */

@@ -16,7 +16,6 @@ template <int ROWS> __global__ void __launch_bounds__(kProductThreads, 1) matmul
         const int rows = min(ROWS, static_cast<int>(p.S - first));
         dot_rows<ROWS>(p.w, p.O, p.I, o, {p.x + first * p.I, p.I, rows}, memory, 0);
         if (r < rows && o < p.O) p.y[(first + r) * p.O + o] = memory.sums[0][warp][r];
-        __syncwarp(); /* the sums are read before the next pass writes them */
     }
 }
 

@@ -26,7 +26,8 @@ __device__ inline RotationPiece rotation_piece(int dim, int piece) {
     }
 }
 
-/* Called by all threads of the block; `buffer` holds kRotationPiece floats of shared memory. */
+/* Called by all threads of the block; `buffer` holds kRotationPiece floats of shared memory. The next call may follow at
+ * once: a thread fills the elements that it has read itself. */
 __device__ inline void rotate_piece(const float *x, float *y, const RotationPiece &piece, bool inverse,
                                     const uint8_t *signs, float *buffer) {
     const int parts = piece.n / piece.size;
@@ -57,7 +58,6 @@ __device__ inline void rotate_piece(const float *x, float *y, const RotationPiec
         const float value = buffer[i] * scale;
         y[piece.offset + element] = inverse && coli_sign(signs, piece.n, element) ? -value : value;
     }
-    __syncthreads(); /* the buffer is free for the next row */
 }
 
 } // namespace coli
