@@ -8,7 +8,14 @@ from importlib import resources
 from pathlib import Path
 
 from . import errors
-from ._bindings import ffi
+
+try:
+    from ._bindings import ffi
+except ModuleNotFoundError as error:
+    if error.name != f"{__package__}._bindings":
+        raise
+    # Only an installation has them: these modules are those of a checkout.
+    raise ImportError("pycoli is not installed in this Python; in the checkout: pip install .") from None
 
 _FILE_NAMES = {"win32": "{}.dll", "darwin": "lib{}.dylib"}
 

@@ -11,8 +11,11 @@ from contextlib import ExitStack
 
 from ._arrays import floats
 from ._lib import check, error_of, ffi, lib, packaged_library, text
-from .errors import ArgumentError, ColiError, DeviceError, NotProvidedError, StateError
+from .errors import ArgumentError, BackendError, ColiError, DeviceError, NotProvidedError, StateError
 from .weights import checked_codebook, format_feature, fp8_values, published_codebook
+
+NOT_INSTALLED = "no GPU library is installed (built without CUDA)"
+"""How the reason against every GPU begins where pycoli has no GPU library and the system has none either."""
 
 _PREFIX = "coli_cuda_"
 _opened: dict[str, Backend] = {}
@@ -33,8 +36,14 @@ def open_backend(path: str | os.PathLike | None = None) -> Backend:
     BackendError
         Says which files were tried and why they do not do: not found, not a library, another ABI major.
     """
+    packaged = _packaged_path()
     with _opened_lock:
-        backend = Backend(path if path is not None else _packaged_path())
+        try:
+            backend = Backend(path if path is not None else packaged)
+        except BackendError as error:
+            if path is not None or packaged is not None or os.environ.get("COLI_CUDA_LIB"):
+                raise
+            raise BackendError(f"{NOT_INSTALLED}: {error}") from None
         return _opened.setdefault(os.path.realpath(backend.path), backend)
 
 

@@ -36,6 +36,14 @@ _FUSED = re.compile(_EXPERTS + r"(?P<matrix>gate_up_proj|down_proj)(?P<suffix>(?
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
+_FOREIGN = {
+    ".bin": "PyTorch .bin files are not read; convert to safetensors",
+    ".pt": "PyTorch .pt files are not read; convert to safetensors",
+    ".pth": "PyTorch .pth files are not read; convert to safetensors",
+    ".gguf": "GGUF files are not read; give the Hugging Face checkpoint that the file was made from",
+}
+"""Weights that are often given in place of safetensors, by the end of their names, and what to do."""
+
 
 def recorded_input_name(layer: int) -> str:
     """Name of the tensor that holds recorded inputs of a layer's MoE block, [tokens, D]."""
@@ -44,11 +52,15 @@ def recorded_input_name(layer: int) -> str:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """One expert: ``down(silu(gate x) * (up x))``; float32, gate and up [I, D], down [D, I]."""
+    """One expert: ``down(silu(gate x) * (up x))``; float32, gate and up [I, D], down [D, I].
+
+    ``sources`` says for messages where each of the three is from: tensor and file.
+    """
 
     gate: np.ndarray
     up: np.ndarray
     down: np.ndarray
+    sources: tuple[str, str, str]
 
 
 @dataclass
@@ -107,6 +119,7 @@ class Checkpoint:
             self._config_source = self.path / "config.json"
             config = _read_json(self._config_source) if self._config_source.exists() else {}
         elif self.path.is_file():
+            self._refuse_other_kinds()
             self._listing, self._file_of = self._list_file(self.path)
             config = self._single_file_config()
         else:
@@ -176,7 +189,7 @@ class Checkpoint:
         shapes = ((gate, (inner, hidden)), (up, (inner, hidden)), (down, (hidden, inner)))
         for matrix, (weights, shape) in zip(found.matrices, shapes, strict=True):
             self._check_shape(found.tensor(expert, matrix), weights.shape, shape)
-        return ExpertWeights(gate, up, down)
+        return ExpertWeights(gate, up, down, tuple(self._source(found.tensor(expert, m)) for m in found.matrices))
 
     def recorded_input(self, layer: int) -> np.ndarray | None:
         """Recorded inputs of the layer's MoE block, float32 [tokens, D]; None where the checkpoint carries none."""
@@ -185,12 +198,24 @@ class Checkpoint:
 
     # Files
 
+    def _refuse_other_kinds(self) -> None:
+        """Raises for a file that is a part of a checkpoint, or one of another kind."""
+        folder = self.path.absolute().parent
+        if self.path.name.endswith(".safetensors.index.json"):
+            raise CheckpointError(f"{self.path}: this is only the index of a checkpoint; give its folder, {folder}")
+        if self.path.name == "config.json":
+            raise CheckpointError(f"{self.path}: this is only the configuration of a model; give its folder, {folder}")
+        if self.path.suffix in _FOREIGN:
+            raise CheckpointError(f"{self.path}: {_FOREIGN[self.path.suffix]}")
+
     def _list_folder(self) -> tuple[Path, dict[str, Path]]:
         index = self.path / _INDEX
         if not index.exists():
             single = self.path / _SINGLE
             if not single.exists():
-                raise CheckpointError(f"{self.path}: expected {_SINGLE} or {_INDEX} in this folder, found neither")
+                text = f"{self.path}: expected {_SINGLE} or {_INDEX} in this folder, found neither"
+                foreign = next((file for file in sorted(self.path.iterdir()) if file.suffix in _FOREIGN), None)
+                raise CheckpointError(f"{text}, but {foreign.name}: {_FOREIGN[foreign.suffix]}" if foreign else text)
             return self._list_file(single)
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -292,6 +317,9 @@ class Checkpoint:
 
     # Tensors
 
+    def _source(self, name: str) -> str:
+        return f"{name} in {self._file_of[name]}"
+
     def _float32(self, name: str) -> np.ndarray:
         """A tensor as exact float32, fp8 through its block scales."""
         file = self._holder(name)
@@ -335,13 +363,13 @@ class Checkpoint:
     def _matrix(self, name: str) -> np.ndarray:
         shape = self._holder(name).shape(name)
         if len(shape) != 2:
-            raise CheckpointError(f"{name} in {self._file_of[name]}: expected a matrix, got shape {list(shape)}")
+            raise CheckpointError(f"{self._source(name)}: expected a matrix, got shape {list(shape)}")
         return self._float32(name)
 
     def _check_shape(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
         if tuple(shape) != tuple(expected):
             raise CheckpointError(
-                f"{name} in {self._file_of[name]}: expected shape {list(expected)} "
+                f"{self._source(name)}: expected shape {list(expected)} "
                 f"(from {self._config_source} and the expert's other matrices), got {list(shape)}"
             )
 
@@ -377,7 +405,8 @@ class Checkpoint:
         gate_up, down = self._slice(layer.gate_up, expert), self._slice(layer.down, expert)
         if transposed:
             gate_up, down = gate_up.T, down.T
-        return ExpertWeights(*(np.ascontiguousarray(w) for w in (gate_up[:inner], gate_up[inner:], down)))
+        sources = (self._source(layer.gate_up), self._source(layer.gate_up), self._source(layer.down))
+        return ExpertWeights(*(np.ascontiguousarray(w) for w in (gate_up[:inner], gate_up[inner:], down)), sources)
 
     def _slice(self, name: str, expert: int) -> np.ndarray:
         """One expert's matrix of a tensor of all experts, float32."""

@@ -177,7 +177,10 @@ class Tensor:
 
     Attributes
     ----------
-    device : Device
+    device : str
+        Such as "cuda:0".
+    gpu : Device
+        The same as an object.
     fmt, shape, group_size, rotated
         As in Weights.
 
@@ -196,7 +199,7 @@ class Tensor:
     def __init__(self, weights: Weights, device: str | int | Device = "cuda:0"):
         self._address = None
         _check_is_weights(weights, "weights")
-        self.device = Device(device)
+        self.gpu = Device(device)
         self.fmt = weights.fmt
         # What it is, for C functions that do not read its bytes.
         self._matrix = ffi.new("coli_matrix *", weights._matrix[0])
@@ -207,6 +210,10 @@ class Tensor:
         self._upload(weights)
 
     @property
+    def device(self) -> str:
+        return self.gpu.name
+
+    @property
     def freed(self) -> bool:
         """Whether the matrix has left the device."""
         return self._address is None
@@ -214,23 +221,23 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes of the weights and scales."""
-        with self.device._turn():
-            return self.device.backend._entry("coli_cuda_tensor_bytes")(self._handle)
+        with self.gpu._turn():
+            return self.gpu.backend._entry("coli_cuda_tensor_bytes")(self._handle)
 
     @property
     def vram(self) -> int:
         """Bytes of device memory that the matrix takes, padding included."""
-        backend = self.device.backend
+        backend = self.gpu.backend
         if not backend.has("tensor_vram"):
             return self.nbytes
-        with self.device._turn():
+        with self.gpu._turn():
             return backend._entry("coli_cuda_tensor_vram")(self._handle)
 
     @property
     def _handle(self):
-        """The C handle. To be used inside ``with tensor.device._turn()``. FreedError after free()."""
+        """The C handle. To be used inside ``with tensor.gpu._turn()``. FreedError after free()."""
         if self.freed:
-            raise FreedError(f"the {self.fmt} tensor {list(self.shape)} on {self.device.name} has been freed")
+            raise FreedError(f"the {self.fmt} tensor {list(self.shape)} on {self.device} has been freed")
         return self._address
 
     def update(self, weights: Weights) -> None:
@@ -254,20 +261,20 @@ class Tensor:
             raise ShapeError(f"the tensor has shape {list(self.shape)}, the new weights {list(weights.shape)}")
         if (weights.fmt, weights.rotated) != (self.fmt, self.rotated):
             raise FormatError(f"the tensor is {_kind(self)}, the new weights are {_kind(weights)}")
-        backend = self.device.backend
+        backend = self.gpu.backend
         backend.require("update")
-        with self.device._turn():
+        with self.gpu._turn():
             self._check_codebook(weights)
             backend._call("coli_cuda_tensor_update", self._handle, weights._matrix.weights, weights._matrix.scales)
 
     def download(self) -> Weights:
         """The very bytes that were uploaded. NotProvidedError where the library has no download."""
-        backend = self.device.backend
+        backend = self.gpu.backend
         backend.require("download")
         number, group = parse_format(self.fmt)
         data = np.empty(lib.coli_weight_bytes(number, *self.shape), np.uint8)
         scales = empty_scales(number, *self.shape, group)
-        with self.device._turn():
+        with self.gpu._turn():
             backend._call("coli_cuda_tensor_download", self._handle, pointer(data), pointer(scales))
             codebook = backend.e8_codebook if self.fmt == "e8" else None
         options = {"fmt": self.fmt, "shape": self.shape, "rotated": self.rotated, "codebook": codebook}
@@ -277,13 +284,13 @@ class Tensor:
         """Releases the device memory, after work that still reads it. A second call does nothing."""
         if self.freed:
             return
-        if self.device.backend._in_other_process():
+        if self.gpu.backend._in_other_process():
             self._address = None
             return
-        with self.device._turn():
+        with self.gpu._turn():
             handle, self._address = self._address, None
             if handle is not None:
-                self.device.backend._entry("coli_cuda_tensor_free")(handle)
+                self.gpu.backend._entry("coli_cuda_tensor_free")(handle)
 
     def __enter__(self) -> Tensor:
         return self
@@ -293,20 +300,20 @@ class Tensor:
 
     def __del__(self):
         handle, self._address = self._address, None
-        if handle is not None and not self.device.backend._in_other_process():
-            self.device._abandon(handle)
+        if handle is not None and not self.gpu.backend._in_other_process():
+            self.gpu._abandon(handle)
 
     def __repr__(self) -> str:
         state = ", freed" if self.freed else ""
-        return f"<Tensor {self.fmt} {list(self.shape)} on {self.device.name}{state}>"
+        return f"<Tensor {self.fmt} {list(self.shape)} on {self.device}{state}>"
 
     def _upload(self, weights: Weights) -> None:
-        backend = self.device.backend
+        backend = self.gpu.backend
         backend.require(self.fmt)
         matrix = weights._matrix
         slot = ffi.new("ColiCudaTensor **")
-        place = (matrix.columns, matrix.rows, self.device.ordinal)
-        with self.device._turn():
+        place = (matrix.columns, matrix.rows, self.gpu.ordinal)
+        with self.gpu._turn():
             self._check_codebook(weights)
             if matrix.format == lib.COLI_INT4_GROUPED:
                 source = (matrix.weights, matrix.scales, matrix.format)
@@ -320,13 +327,13 @@ class Tensor:
 
     def _declare_unrotated(self) -> None:
         try:
-            self.device.backend._call("coli_cuda_tensor_set_rotated", self._address, 0)
+            self.gpu.backend._call("coli_cuda_tensor_set_rotated", self._address, 0)
         except ColiError:
             self.free()
             raise
 
     def _check_codebook(self, weights: Weights) -> None:
-        published = self.device.backend.e8_codebook
+        published = self.gpu.backend.e8_codebook
         if weights.fmt == "e8" and (weights.codebook or published_codebook()) != published:
             raise FormatError(
                 "the E8 matrix has another codebook than the devices: Backend.set_e8_codebook() publishes one for all"
@@ -347,7 +354,7 @@ def parse_device(device: str | int | Device) -> int | None:
         return None
     match = re.fullmatch(r"cuda(?::(\d+))?", device) if isinstance(device, str) else None
     if not match:
-        raise ArgumentError(f"device must be 'cpu', 'cuda:0' or an ordinal, got {device!r}")
+        raise ArgumentError(f"device must be 'cpu', 'cuda' (cuda:0), 'cuda:N' or an ordinal, got {device!r}")
     return int(match[1] or 0)
 
 

@@ -35,6 +35,8 @@ class Expert:
     ----------
     device : str
         "cpu" or "cuda:0".
+    gpu : Device or None
+        The same as an object; None for the CPU.
     why_cpu : str or None
         Why it is on the CPU; None on a GPU.
     gate, up, down : Weights or Tensor
@@ -54,20 +56,20 @@ class Expert:
         self.hidden, self.dim = gate.shape
         self._freed = False
         self._owned = ExitStack()
-        self._place: Device | None
-        self._place, self.why_cpu = choose((gate, up, down), device)
-        if self._place:
+        self.gpu: Device | None
+        self.gpu, self.why_cpu = choose((gate, up, down), device)
+        if self.gpu:
             try:
-                gate, up, down = self._owned.enter_context(uploaded((gate, up, down), self._place))
+                gate, up, down = self._owned.enter_context(uploaded((gate, up, down), self.gpu))
             except (DeviceError, OutOfMemoryError) as error:
                 if not may_fall_back((gate, up, down), device):
                     raise
-                self._place, self.why_cpu = None, str(error)
+                self.gpu, self.why_cpu = None, str(error)
         self.gate, self.up, self.down = gate, up, down
 
     @property
     def device(self) -> str:
-        return self._place.name if self._place else "cpu"
+        return self.gpu.name if self.gpu else "cpu"
 
     @property
     def why_by_parts(self) -> str | None:
@@ -129,6 +131,8 @@ class ExpertGroup:
     experts : tuple of Expert
     device : str
         "cpu" or "cuda:0".
+    gpu : Device or None
+        The same as an object; None for the CPU.
     dim : int
         D.
 
@@ -149,9 +153,9 @@ class ExpertGroup:
             if (other.hidden, other.dim) != (first.hidden, first.dim):
                 shapes = f"{[first.hidden, first.dim]}, got {[other.hidden, other.dim]}"
                 raise ShapeError(f"experts[{i}] must have the shape of experts[0], {shapes}")
-            if other._place != first._place:
+            if other.gpu != first.gpu:
                 raise DeviceError(f"experts[{i}] must be on {first.device} like experts[0], got {other.device}")
-        self._place = first._place
+        self.gpu = first.gpu
         self.dim = first.dim
         self._apart = {
             feature: [why_not_one_call(feature, e.gate, e.up, e.down) for e in self.experts]
@@ -293,28 +297,28 @@ class ExpertGroup:
     def _group_call(self, batch: _Batch, chosen: list[int]) -> np.ndarray:
         x = self._rotated_rows(batch, chosen)
         y = np.empty_like(x)
-        with self._place._turn():
-            self._place.backend._call("coli_cuda_expert_group", *self._arguments(batch, chosen), floats(y), floats(x))
+        with self.gpu._turn():
+            self.gpu.backend._call("coli_cuda_expert_group", *self._arguments(batch, chosen), floats(y), floats(x))
         return y
 
     def _issue(self, batch: _Batch, chosen: list[int]) -> None:
-        backend = self._place.backend
+        backend = self.gpu.backend
         x = self._rotated_rows(batch, chosen)
-        with self._place._turn() as slot:
+        with self.gpu._turn() as slot:
             if slot.issued and slot.issued():
                 raise StateError(f"another group has been issued on {self.device}: take() its result first")
             if slot.issued:  # its group is gone, and nobody will ask for the result
-                backend._entry("coli_cuda_expert_group_take")(self._place.ordinal)
+                backend._entry("coli_cuda_expert_group_take")(self.gpu.ordinal)
             backend._call("coli_cuda_expert_group_issue", *self._arguments(batch, chosen), floats(x))
             slot.issued = weakref.ref(self)
 
     def _take(self, rows: int) -> np.ndarray:
-        backend = self._place.backend
-        with self._place._turn() as slot:
+        backend = self.gpu.backend
+        with self.gpu._turn() as slot:
             if not slot.issued or slot.issued() is not self:
                 raise StateError(f"the issued rows are gone: {self.device} has been shut down since")
             slot.issued = None
-            y = backend._entry("coli_cuda_expert_group_take")(self._place.ordinal)
+            y = backend._entry("coli_cuda_expert_group_take")(self.gpu.ordinal)
             if not y:
                 raise backend._error("coli_cuda_expert_group_take")
             return np.frombuffer(ffi.buffer(y, 4 * rows * self.dim), np.float32).reshape(rows, self.dim).copy()

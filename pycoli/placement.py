@@ -37,7 +37,7 @@ def choose(matrices: Sequence[Matrix], device=None) -> tuple[Device | None, str 
     Tensors decide by where they are. Else `device` does: None asks for the best, and a GPU that cannot be had is then a
     reason; a GPU that is named and cannot be had is an error.
     """
-    resident = [matrix.device for matrix in matrices if isinstance(matrix, Tensor)]
+    resident = [matrix.gpu for matrix in matrices if isinstance(matrix, Tensor)]
     if resident:
         return _common_device(resident, device), None
     if device is None:

@@ -90,13 +90,13 @@ def product(x: np.ndarray, matrix: Matrix) -> np.ndarray:
     if isinstance(matrix, Weights):
         check(lib.coli_matmul(matrix._matrix, floats(x), len(x), floats(y)))
         return y
-    with matrix.device._turn():
+    with matrix.gpu._turn():
         slot = ffi.new("ColiCudaTensor **", matrix._handle)
         if len(x):
             size = (len(x), matrix.shape[1], matrix.shape[0])
-            place = (matrix.device.ordinal, matrix.group_size or 0)
+            place = (matrix.gpu.ordinal, matrix.group_size or 0)
             data = (ffi.NULL, ffi.NULL, matrix._matrix.format)
-            matrix.device.backend._call("coli_cuda_matmul", slot, floats(y), floats(x), *data, *size, *place)
+            matrix.gpu.backend._call("coli_cuda_matmul", slot, floats(y), floats(x), *data, *size, *place)
     return y
 
 
@@ -110,10 +110,10 @@ def expert(x: np.ndarray, gate: Matrix, up: Matrix, down: Matrix) -> np.ndarray:
         matrices = (gate._matrix, up._matrix, down._matrix)
         check(lib.coli_expert_mlp(*matrices, floats(x), len(x), floats(y)))
         return y
-    with gate.device._turn():
+    with gate.gpu._turn():
         handles = (gate._handle, up._handle, down._handle)
         if len(x):
-            gate.device.backend._call("coli_cuda_expert_mlp", *handles, floats(y), floats(x), len(x))
+            gate.gpu.backend._call("coli_cuda_expert_mlp", *handles, floats(y), floats(x), len(x))
     return y
 
 
@@ -129,7 +129,7 @@ def why_not_one_call(feature: str, gate: Matrix, up: Matrix, down: Matrix) -> st
         return "its gate and up matrices need different inputs: one is stored rotated, the other is not"
     if on_cpu:
         return None
-    return gate.device.backend._why_not_expert(feature, gate._matrix, up._matrix, down._matrix)
+    return gate.gpu.backend._why_not_expert(feature, gate._matrix, up._matrix, down._matrix)
 
 
 def _expert_by_parts(x: np.ndarray, gate: Matrix, up: Matrix, down: Matrix) -> np.ndarray:

@@ -247,7 +247,7 @@ class Weights:
     def __repr__(self) -> str:
         notes = ", unrotated" if self.fmt == "e8" and not self.rotated else ""
         notes += ", own codebook" if self.codebook else ""
-        size = f"{self.nbytes} bytes, {self.bits_per_weight:.4g} bits a weight"
+        size = f"{self.nbytes} bytes, {self.bits_per_weight:.5g} bits a weight"
         return f"<Weights {self.fmt} {list(self.shape)}, {size}{notes}>"
 
     def __reduce__(self):

@@ -191,6 +191,42 @@ def test_nothing_there(tmp_path):
         Checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pytorch_model.bin", r"PyTorch \.bin files are not read; convert to safetensors"),
+        ("model.pt", r"PyTorch \.pt files are not read; convert to safetensors"),
+        ("model.pth", r"PyTorch \.pth files are not read; convert to safetensors"),
+        ("model-q4_0.gguf", "GGUF files are not read; give the Hugging Face checkpoint that the file was made from"),
+    ],
+)
+def test_weights_of_other_kinds(tmp_path, name, message):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / name).write_bytes(b"weights")
+    with pytest.raises(CheckpointError, match=rf"{name}: {message}"):
+        Checkpoint(tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"found neither, but {name}: {message}"):
+        Checkpoint(tmp_path)
+
+
+def test_a_part_in_place_of_the_folder(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path / "model", separate(random_experts()), shards=2)
+    with pytest.raises(CheckpointError, match=rf"config\.json: .*only the configuration.*give its folder, {folder}$"):
+        Checkpoint(folder / "config.json")
+    monkeypatch.chdir(folder)
+    with pytest.raises(CheckpointError, match=rf"index\.json: .*only the index.*give its folder, {folder}$"):
+        Checkpoint("model.safetensors.index.json")
+
+
+def test_where_an_expert_is_from(tmp_path):
+    tensors = separate(random_experts())
+    folder = write_folder(tmp_path / "model", tensors, shards=2)
+    stem = "model.layers.1.mlp.experts.2"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    names = [f"{stem}.{matrix}.weight" for matrix in MATRICES[QWEN]]
+    assert Checkpoint(folder).expert(1, 2).sources == tuple(f"{name} in {folder / index[name]}" for name in names)
+
+
 def test_a_layer_or_expert_that_is_not_there(tmp_path):
     tensors = (
         separate(random_experts(), layer=0) | separate(random_experts(), layer=1) | separate(random_experts(), layer=4)

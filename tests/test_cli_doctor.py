@@ -2,13 +2,17 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import pycoli
 from pycoli.cli import main
+
+NOT_IN_CHECKOUT = {"_bindings.py", "libcoli.so", "libcoli_cuda.so", "__pycache__"}
 
 
 def doctor(capsys, *arguments):
@@ -39,14 +43,15 @@ def test_without_a_gpu_library(capsys, monkeypatch, tmp_path):
     out = doctor(capsys)
     assert f"COLI_CUDA_LIB={missing}" in out
     assert f"0 of {len(report['entry_points'])} resolved" in out
-    assert "no GPU is used: " in out
+    assert "no GPU is used: no GPU library is loaded" in out
 
 
 def test_with_the_simulated_gpu(capsys, monkeypatch, simt_lib, tmp_path):
     monkeypatch.setenv("COLI_CUDA_LIB", str(simt_lib))
     file = tmp_path / "report.json"
-    out = doctor(capsys, "--json", file)
+    out = doctor(capsys, "--output", file)
     report = json.loads(file.read_text())
+    assert doctor(capsys, "--json").startswith("{")
     assert report["libcoli_cuda"]["path"] == str(simt_lib)
     assert report["libcoli_cuda"]["version"] == pycoli.__version__
     assert all(report["entry_points"].values())
@@ -82,6 +87,37 @@ def test_with_libraries_that_do_not_do(capsys, monkeypatch, build_dir, name):
     out = doctor(capsys)
     assert "not loaded: " in out
     assert "no GPU is used: no GPU library is loaded" in out
+
+
+def test_built_without_cuda(capsys, built_without_cuda):
+    out = " ".join(doctor(capsys).split())
+    assert "not loaded: no GPU library is installed (built without CUDA): no usable GPU library: " in out
+    assert out.endswith("no GPU is used: no GPU library is installed (built without CUDA)")
+
+
+def run_elsewhere(folder, tmp_path, **environment):
+    """The report of a process of its own that starts in a folder."""
+    environment = {**os.environ, "COLI_CUDA_LIB": str(tmp_path / "absent.so"), **environment}
+    command = [sys.executable, "-m", "pycoli", "doctor", "--json"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, check=True)
+    return json.loads(ended.stdout)
+
+
+def test_checkout_that_hides_the_installed_package(tmp_path):
+    shutil.copytree(
+        Path(pycoli.__file__).parent, tmp_path / "pycoli", ignore=lambda _, names: {*names} & NOT_IN_CHECKOUT
+    )
+    package = run_elsewhere(tmp_path, tmp_path)["pycoli"]
+    if package["path"] != str(tmp_path / "pycoli"):
+        pytest.skip("pycoli is installed in editable mode: nothing hides it")
+    assert (Path(package["hidden_installation"]) / "_bindings.py").is_file()
+
+
+def test_instruction_set_that_is_unknown(tmp_path):
+    processor = run_elsewhere(tmp_path, tmp_path, COLI_ISA="foo")["processor"]
+    assert processor["warning"].startswith("COLI_ISA=foo is ignored (known are avx512, avx2, scalar); ")
+    processor = run_elsewhere(tmp_path, tmp_path, COLI_ISA="scalar")["processor"]
+    assert (processor["used"], processor["warning"]) == ("scalar", None)
 
 
 def test_instruction_set_of_choice_survives(capsys, monkeypatch, tmp_path):

@@ -80,6 +80,7 @@ def test_sample_on_the_cpu(capsys, no_gpu):
     assert "layer 1 of the sample (olmoe), experts 0-3, each 512 -> 256 -> 512, format e8" in out
     assert "64 rows: recorded inputs of layer 1" in out
     assert "libcoli_cuda_absent.so" in out  # why no GPU is used
+    assert "median of at least 5 calls of 16 rows, after a warm-up" in " ".join(out.split())
     assert out.splitlines()[-1].startswith("right: the largest error is ")
     assert max(map(len, out.splitlines()[4:])) <= 100
 
@@ -117,7 +118,10 @@ def test_sample_from_the_shell(tmp_path):
 
 def test_progress_bar_on_a_terminal(tmp_path):
     environment = os.environ | {"COLI_CUDA_LIB": str(tmp_path / "absent.so"), "TERM": "xterm"}
-    terminal, end = os.openpty()
+    try:
+        terminal, end = os.openpty()
+    except OSError as error:
+        pytest.skip(f"no terminal can be opened: {error}")
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     command = [sys.executable, "-m", "pycoli", "run", "--experts", "2", "--tokens", "1"]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=end, timeout=120)
@@ -174,10 +178,10 @@ def test_a_gpu_library_from_before_e8(capsys, monkeypatch, build_dir, checkpoint
 
 
 def test_device_of_choice(capsys, simulated_gpu, checkpoint):
-    for device in ("cpu", "cuda:1"):
+    for device, name in (("cpu", "cpu"), ("cuda:1", "cuda:1"), ("cuda", "cuda:0")):
         code, report = run_json(capsys, checkpoint, "--device", device, "--experts", "0", "--tokens", "1")
         assert code == 0
-        assert report["device"] == device
+        assert report["device"] == name
 
 
 def test_experts_layers_and_seeds(capsys, no_gpu, tmp_path):
@@ -193,12 +197,51 @@ def test_experts_layers_and_seeds(capsys, no_gpu, tmp_path):
     assert errors[0] == errors[1] != errors[2]
 
 
-def test_json_file_beside_the_text(capsys, no_gpu, checkpoint, tmp_path):
+def test_json_leaves_the_checkpoint_alone(capsys, no_gpu, checkpoint):
+    file = checkpoint / "model.safetensors"
+    before = file.read_bytes()
+    code = main(["run", "--json", str(file)])
+    report = json.loads(capsys.readouterr().out)
+    assert (code, report["checkpoint"]) == (0, str(file))
+    assert file.read_bytes() == before
+
+
+def test_output_file_beside_the_text(capsys, no_gpu, checkpoint, tmp_path):
     file = tmp_path / "report.json"
-    code, out, _ = run(capsys, checkpoint, "--json", file)
+    for _ in range(2):  # the second time it replaces the file
+        code, out, _ = run(capsys, checkpoint, "--output", file)
+        assert code == 0
+        assert "right: the largest error" in out
+        assert json.loads(file.read_text())["right"] is True
+    code, report = run_json(capsys, checkpoint, "--output", file)
+    assert json.loads(file.read_text()) == report
+    code, out, _ = run(capsys, checkpoint, "--output", tmp_path / "report")
     assert code == 0
-    assert "right: the largest error" in out
-    assert json.loads(file.read_text())["right"] is True
+    assert json.loads((tmp_path / "report").read_text())["right"] is True
+
+
+def test_output_that_cannot_be_written(capsys, no_gpu, monkeypatch, checkpoint, tmp_path):
+    monkeypatch.setattr(pycoli, "encode", None)  # the work must not begin
+    weights = checkpoint / "model.safetensors"
+    before = weights.read_bytes()
+    for file, message in (
+        (weights, f"--output: expected a new file or one named *.json, got {weights}, which is not overwritten"),
+        (tmp_path, f"{tmp_path}: Is a directory"),
+        (tmp_path / "absent" / "report.json", "report.json: No such file or directory"),
+    ):
+        code, out, err = run(capsys, checkpoint, "--output", file)
+        assert (code, out) == (2, "")
+        assert message in err
+    assert weights.read_bytes() == before
+
+
+def test_output_is_not_touched_by_a_run_that_fails(capsys, no_gpu, tmp_path):
+    kept, new = tmp_path / "kept.json", tmp_path / "new.json"
+    kept.write_text("{}")
+    for file in (kept, new):
+        assert run(capsys, "--format", "e9", "--output", file)[0] == 2
+    assert kept.read_text() == "{}"
+    assert not new.exists()
 
 
 def test_the_checkpoint_that_the_sample_is_from(capsys, no_gpu, shared):
@@ -210,6 +253,41 @@ def test_the_checkpoint_that_the_sample_is_from(capsys, no_gpu, shared):
     code, report = run_json(capsys, folder, "--layer", "3", "--experts", "15", "--format", "int8")
     assert code == 0
     assert report["experts"][0]["error_against_original"] < 0.02
+
+
+def test_built_without_cuda(capsys, built_without_cuda, checkpoint):
+    code, out, _ = run(capsys, checkpoint, "--experts", "0")
+    assert code == 0
+    line = next(line for line in out.splitlines() if line.startswith("device"))
+    assert line.split(maxsplit=1)[1] == "cpu: no GPU library is installed (built without CUDA)"
+    assert pycoli.explain(pycoli.encode(np.ones((1, 1), np.float32), "e8")).reason.endswith("no such file")
+
+
+def test_instruction_set_that_is_unknown(tmp_path):
+    environment = os.environ | {"COLI_CUDA_LIB": str(tmp_path / "absent.so"), "COLI_ISA": "foo"}
+    command = [sys.executable, "-m", "pycoli", "run", "--experts", "2", "--tokens", "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == [
+        f"pycoli run: COLI_ISA=foo is ignored (known are avx512, avx2, scalar); {pycoli.cpu.isa()} is used"
+    ]
+
+
+def test_nobody_reads_the_report(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | {"COLI_CUDA_LIB": str(tmp_path / "absent.so")}
+    command = [sys.executable, "-m", "pycoli", "run", "--experts", "2", "--tokens", "1"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, timeout=120)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"pycoli {pycoli.__version__}\n"
 
 
 # Activations
@@ -237,12 +315,12 @@ def test_activations_from_files(capsys, no_gpu, checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (np.zeros((2, HIDDEN + 1), np.float32), "expected shape [tokens, 32], got [2, 33]"),
-        (np.zeros((0, HIDDEN), np.float32), "expected shape [tokens, 32], got [0, 32]"),
-        (np.zeros(HIDDEN, np.float32), "expected shape [tokens, 32], got [32]"),
+        (np.zeros((2, HIDDEN + 1), np.float32), "rows.npy: expected activations of shape [tokens, 32], got [2, 33]"),
+        (np.zeros((0, HIDDEN), np.float32), "expected activations of shape [tokens, 32], got [0, 32]"),
+        (np.zeros(HIDDEN, np.float32), "expected activations of shape [tokens, 32], got [32]"),
         (np.zeros((2, HIDDEN), np.int32), "expected a .npy file of floating-point rows, got int32"),
-        (np.full((2, HIDDEN), np.nan, np.float32), "expected finite numbers"),
-        (np.full((2, HIDDEN), 1e300), "expected finite numbers"),
+        (np.full((2, HIDDEN), np.nan, np.float32), "rows.npy: expected finite activations"),
+        (np.full((2, HIDDEN), 1e300), "expected finite activations"),
         (np.array([{"a": 1}], object), "expected a .npy file of plain numbers"),
     ],
 )
@@ -264,9 +342,9 @@ def test_activations_that_do_not_fit(capsys, no_gpu, checkpoint, tmp_path, rows,
         (["--experts", "2-1"], "--experts: expected experts from 0 to 3, got 2-1"),
         (["--experts", "one"], "--experts: expected numbers and ranges such as 0,3,5-7 or all, got 'one'"),
         (["--layer", "2"], "layers with routed experts are 1, got layer 2"),
-        (["--device", "gpu"], "--device: expected auto, cpu or cuda:N, got 'gpu'"),
+        (["--device", "gpu"], "--device: expected auto, cpu, cuda or cuda:N, got 'gpu'"),
         (["--device", "cuda:0"], "--device cuda:0: "),
-        (["--tokens", "65"], "--tokens: recorded inputs of layer 1 hold 64 rows, got 65"),
+        (["--tokens", "65"], "--tokens: expected at most 64, the rows of recorded inputs of layer 1, got 65"),
         (["--activations", "absent.npy"], "absent.npy: No such file"),
         (["absent"], "absent: no such file or folder"),
     ],
@@ -311,7 +389,8 @@ def test_weights_that_are_not_finite(capsys, no_gpu, tmp_path):
     tensors["model.layers.3.mlp.experts.1.up_proj.weight"][4, 7] = np.nan
     code, out, err = run(capsys, write_checkpoint(tmp_path / "model", tensors))
     assert (code, out) == (2, "")
-    assert "expert 1, up matrix" in err
+    assert "model.layers.3.mlp.experts.1.up_proj.weight in " in err
+    assert "model.safetensors: expert 1, up matrix: w[4, 7] must be finite, got nan" in err
 
 
 def test_experts_with_another_activation(capsys, no_gpu, tmp_path):
@@ -344,6 +423,32 @@ def test_encoding_that_has_nothing_to_do_with_the_weights(capsys, no_gpu, monkey
     code, out, _ = run(capsys, checkpoint)
     assert code == 1
     assert "no better than zeros" in out
+
+
+def test_format_that_loses_everything(capsys, no_gpu, tmp_path):
+    """int2 has an element of 0.6 times the row's largest for that one: three such matrices make outputs 4.6-fold."""
+    tensors = {name: np.where(w > 0, 0.125, -0.125).astype(np.float32) for name, w in layer_tensors(3).items()}
+    for name, w in tensors.items():
+        if ".experts.1." not in name:
+            w[:, 1:] *= 0.6
+    folder = write_checkpoint(tmp_path / "model", tensors)
+    code, report = run_json(capsys, folder, "--format", "int2")
+    assert (code, report["right"]) == (0, True)
+    lost = [e["expert"] for e in report["experts"] if e["error_against_original"] >= 1]
+    assert lost == [0, 2]
+    assert [w.partition(" (")[0] for w in report["warnings"]] == [
+        "experts 0, 2: the format loses more than the weights hold"
+    ]
+    code, out, _ = run(capsys, folder, "--format", "int2")
+    assert out.splitlines()[-2].startswith("warning: experts 0, 2: the format loses")
+    assert run_json(capsys, folder, "--format", "int8")[1]["warnings"] == []
+
+
+def test_activations_of_zero(capsys, no_gpu, checkpoint, tmp_path):
+    np.save(tmp_path / "rows.npy", np.zeros((3, HIDDEN), np.float32))
+    code, out, _ = run(capsys, checkpoint, "--activations", tmp_path / "rows.npy")
+    assert code == 0
+    assert "warning: the activations are all zero" in out
 
 
 def test_device_that_fails(capsys, simulated_gpu, monkeypatch, checkpoint):

@@ -101,3 +101,10 @@ def test_libcoli_of_another_abi(tmp_path, major):
     subprocess.run(["cc", "-shared", "-fPIC", "other.c", "-o", "other.so"], cwd=tmp_path, check=True)
     said = import_with(tmp_path / "other.so")
     assert f"other.so has ABI {major}.7, pycoli was built for {_lib.lib.COLI_ABI_MAJOR}.x" in said
+
+
+def test_checkout_that_is_not_installed():
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import pycoli"
+    command = [sys.executable, "-I", "-S", "-c", program]  # -S: without the installed packages
+    said = subprocess.run(command, capture_output=True, text=True).stderr.strip().splitlines()[-1]
+    assert said == "ImportError: pycoli is not installed in this Python; in the checkout: pip install ."

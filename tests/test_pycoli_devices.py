@@ -152,7 +152,7 @@ class TestMatmul:
 
     @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "", -1, 1.5, True])
     def test_device_names_that_are_none(self, name):
-        with refused(pycoli.ArgumentError, "device must be 'cpu', 'cuda:0' or an ordinal", repr(name)):
+        with refused(pycoli.ArgumentError, "device must be 'cpu', 'cuda' (cuda:0), 'cuda:N' or an ordinal", repr(name)):
             pycoli.matmul(gaussian(1, 64), pycoli.encode(gaussian(5, 64), "int8"), name)
 
 
@@ -179,6 +179,7 @@ class TestExpert:
         assert oracle.relative_rms(y, expected_expert(x, *matrices)) < 3e-6 if rows else y.size == 0
         with pycoli.Expert(*matrices, device=device) as expert:
             assert expert.device == device
+            assert expert.gpu == (None if device == "cpu" else pycoli.Device(device))
             assert (expert.why_cpu is None) == (device != "cpu")
             assert (expert.dim, expert.hidden) == (128, 64)
             assert expert.nbytes == sum(m.nbytes for m in matrices)
@@ -217,7 +218,8 @@ class TestExpert:
     def test_tensors_stay_their_owners(self, backend):
         with pycoli.Tensor(expert_weights()[0]) as gate:
             expert = pycoli.Expert(gate, *expert_weights()[1:])
-            assert expert.device == "cuda:0"
+            assert expert.device == gate.device == "cuda:0"
+            assert expert.gpu == gate.gpu == pycoli.Device()
             assert pycoli.Device().stats().tensors == 3
             expert.free()
             assert pycoli.Device().stats() == (1, gate.nbytes)
@@ -762,7 +764,7 @@ class TestFirstE8Library:
         group = pycoli.ExpertGroup([pycoli.Expert(*m) for m in matrices])
         x = gaussian(5, 128)
         expected = np.concatenate([expected_expert(p, *m) for p, m in zip((x[:2], x[2:]), matrices, strict=True)])
-        assert group.device == "cuda:0"
+        assert (group.device, group.gpu) == ("cuda:0", pycoli.Device())
         assert oracle.relative_rms(group(x, [2, 3]), expected) < 3e-6
         group.issue(x, [2, 3])
         assert oracle.relative_rms(group.take(), expected) < 3e-6

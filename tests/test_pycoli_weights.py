@@ -65,6 +65,10 @@ def test_encode_gives_the_natural_layout(fmt):
     assert "[5, 300]" in repr(weights)
 
 
+def test_repr_shows_all_digits_of_e8():
+    assert repr(pycoli.encode(gaussian(2, 256), "e8")) == "<Weights e8 [2, 256], 196 bytes, 3.0625 bits a weight>"
+
+
 @pytest.mark.parametrize("fmt", SCALE_SHAPES)
 def test_bytes_round_trip(fmt):
     weights = pycoli.encode(gaussian(*SHAPE), fmt)
@@ -125,11 +129,23 @@ def test_contradicting_options():
             pycoli.encode(w, "int4", group_size=group_size)
 
 
-@pytest.mark.parametrize("fmt", ["e9", "", "int4-g", "int4-g0", "E8", "int4-g64x"])
+@pytest.mark.parametrize("fmt", ["e9", "", "e", "e88", "int4g64"])
 def test_unknown_format(fmt):
     with pytest.raises(pycoli.FormatError) as error:
         pycoli.encode(gaussian(4, 64), fmt)
     assert "int3-g64" in str(error.value), "the message lists the formats that there are"
+
+
+@pytest.mark.parametrize("fmt", ["int4-g", "int4-g0", "int4-g-1", "int4-gx", "int4-g64x", "int4-g2147483648"])
+def test_group_of_no_size(fmt):
+    with refused(pycoli.FormatError, "needs a group of at least 1 column", f'"{fmt}"'):
+        pycoli.encode(gaussian(4, 64), fmt)
+
+
+@pytest.mark.parametrize("fmt", ["E8", "Int8", "INT4-G64", "FP8-E4M3-B128"])
+def test_capital_letters(fmt):
+    with refused(pycoli.FormatError, f'"{fmt}"', f'lower case, "{fmt.lower()}"'):
+        pycoli.encode(gaussian(4, 64), fmt)
 
 
 def test_format_that_is_no_name():

@@ -71,8 +71,10 @@ void coli_backend_unlock(coli_access access) {
 static const char *const library_names[] = {"libcoli_cuda.so." COLI_VERSION_DIGITS(COLI_CUDA_ABI_MAJOR), "libcoli_cuda.so"};
 #define DIRECTORY_ENDS "/"
 
+/* RTLD_NODELETE: a GPU runtime has threads and exit handlers of its own, whose code must not be unmapped while the process
+ * lives; and what it allocates once would be lost anew with every time that it is loaded. */
 static void *library_open(const char *path, char *reason, size_t reason_size) {
-    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
     if (library) return library;
     if (strchr(path, '/') && access(path, F_OK) != 0)
         snprintf(reason, reason_size, "%s: no such file", path);
@@ -413,12 +415,13 @@ coli_status coli_backend_init(coli_backend *backend, const int *devices, int cou
     RETURN_ERROR_IF(!backend, COLI_E_ARGUMENT, "coli_backend_init needs a backend, got NULL");
     const char *lacks = coli_backend_why_not(backend, "devices");
     RETURN_ERROR_IF(lacks, COLI_E_NOT_PROVIDED, "%s", lacks);
+    char why[sizeof backend->init_error] = "";
     coli_backend_lock(COLI_EXCLUSIVE);
     const char *failed = configure(backend, devices, count);
+    if (failed) coli_backend_explain(backend, failed, why, sizeof why);
+    memcpy(backend->init_error, why, sizeof why);
     coli_backend_unlock(COLI_EXCLUSIVE);
     if (!failed) return COLI_OK;
-    char why[1024];
-    coli_backend_explain(backend, failed, why, sizeof why);
     coli_status status = backend->call.last_status ? backend->call.last_status() : COLI_OK;
     RETURN_ERROR(status == COLI_OK ? COLI_E_NO_DEVICE : status, "%s: %s", backend->path, why);
 }

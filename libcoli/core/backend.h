@@ -39,6 +39,7 @@ struct coli_backend {
     void *library; /* what the system calls the loaded file */
     char *path;
     char *why_not[COLI_BACKEND_FEATURES]; /* in the order of the features; NULL: offered */
+    char init_error[768];                 /* why the last coli_backend_init failed; "" when it did not */
     coli_backend_calls call;
 };
 

@@ -62,7 +62,7 @@ coli_status coli_encode(int format, const float *w, int rows, int columns, int g
     RETURN_ERROR_IF(!w, COLI_E_ARGUMENT, "w, the [%d, %d] weights to encode, is NULL", rows, columns);
     FORWARD_ERROR(check_finite(w, rows, columns));
     int step = coli_geometry_scale_rows(format), steps = coli_ceil_div(rows, step);
-    int team = coli_team((size_t)steps, (size_t)step * (size_t)columns * 8);
+    int team = coli_team((size_t)steps, (size_t)step * (size_t)columns * 64);
     COLI_PARALLEL_FOR(team)
     for (int i = 0; i < steps; i++) encode_rows(&encoding, i * step);
     return COLI_OK;

@@ -1,4 +1,5 @@
 /* formats.c - the table of weight formats: names, sizes, what can be done with each. */
+#include <ctype.h>
 #include <limits.h>
 #include <stdio.h>
 #include <string.h>
@@ -41,7 +42,17 @@ static int parse_positive(const char *digits) {
     return number;
 }
 
+/* Whether `name` is `lower` but for capital letters. */
+static int same_letters(const char *name, const char *lower) {
+    while (*name && tolower((unsigned char)*name) == *lower) name++, lower++;
+    return !*name && !*lower;
+}
+
 static coli_status unknown_name(const char *name) {
+    for (int format = 0; format < COLI_FORMAT_COUNT; format++) {
+        RETURN_ERROR_IF(same_letters(name, formats[format].name), COLI_E_FORMAT,
+                        "no format is named \"%s\": names are in lower case, \"%s\"", name, formats[format].name);
+    }
     char names[256] = "";
     for (int format = 0; format < COLI_FORMAT_COUNT; format++) {
         size_t length = strlen(names);
@@ -56,7 +67,9 @@ coli_status coli_format_parse(const char *name, int *format, int *group_size) {
     RETURN_ERROR_IF(!name, COLI_E_ARGUMENT, "the format's name is NULL");
     if (strncmp(name, GROUPED_PREFIX, strlen(GROUPED_PREFIX)) == 0) {
         columns = parse_positive(name + strlen(GROUPED_PREFIX));
-        if (columns) found = COLI_INT4_GROUPED;
+        RETURN_ERROR_IF(!columns, COLI_E_FORMAT, GROUPED_PREFIX "<columns> needs a group of at least 1 column, got \"%s\"",
+                        name);
+        found = COLI_INT4_GROUPED;
     } else {
         for (int i = 0; i < COLI_FORMAT_COUNT; i++) {
             if (strcmp(name, formats[i].name) == 0) found = i;

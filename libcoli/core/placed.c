@@ -31,6 +31,13 @@ static int is_configured(const coli_backend *backend, int device, int *configure
     return 0;
 }
 
+static void explain_not_configured(const coli_backend *backend, int device, int configured, char why[WHY_BYTES]) {
+    coli_backend_lock(COLI_SHARED);
+    snprintf(why, WHY_BYTES, "GPU %d is not among the %d that coli_backend_init or coli_cuda_init configured%s%s", device,
+             configured, backend->init_error[0] ? "; the last coli_backend_init failed: " : "", backend->init_error);
+    coli_backend_unlock(COLI_SHARED);
+}
+
 /* Finds what keeps the matrix from GPU `device`, short of trying; 0 with the reason in `why`. */
 static int may_upload(coli_backend *backend, int device, const coli_matrix *matrix, char why[WHY_BYTES]) {
     const char *lacks = coli_backend_why_not(backend, coli_format_get(matrix->format)->name);
@@ -42,7 +49,7 @@ static int may_upload(coli_backend *backend, int device, const coli_matrix *matr
     } else if (matrix->codebook && memcmp(matrix->codebook, coli_e8_codebook(), COLI_E8_CODEBOOK_BYTES)) {
         snprintf(why, WHY_BYTES, "its codebook is not the published one, and a GPU library has one codebook for all");
     } else if (!is_configured(backend, device, &configured)) {
-        snprintf(why, WHY_BYTES, "GPU %d is not among the %d that coli_cuda_init configured", device, configured);
+        explain_not_configured(backend, device, configured, why);
     } else {
         return 1;
     }

@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from .. import cpu
 from ..errors import ColiError, DeviceError, OutOfMemoryError
 from . import doctor, run
-from .report import BAD_INPUT, NOBODY_READS, WRONG_RESULT
+from .report import BAD_INPUT, NOBODY_READS, WRONG_RESULT, add_options
 
 _COMMANDS = {"run": run.command, "doctor": doctor.command}
 
@@ -34,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pycoli", description="Low-bit expert weights of mixture-of-experts models on GPUs and CPUs."
     )
+    parser.add_argument("--version", action="version", version=f"pycoli {cpu.version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     run = commands.add_parser(
@@ -61,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         "--device",
         default="auto",
         metavar="NAME",
-        help="auto (default: the GPU where there is one), cpu, or cuda:N",
+        help="auto (default: the GPU where there is one), cpu, cuda (cuda:0), or cuda:N",
     )
     run.add_argument("--tokens", type=_positive, metavar="N", help="activation rows to use (default: at most 64)")
     run.add_argument(
@@ -71,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         "recorded in the checkpoint, else Gaussian ones",
     )
     run.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the Gaussian rows (default 0)")
-    _add_json(run)
+    add_options(run)
 
     doctor = commands.add_parser(
         "doctor",
@@ -79,18 +81,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Prints versions, the libraries found, which entry points and features the GPU library offers and "
         "why not, devices and the processor.",
     )
-    _add_json(doctor)
+    add_options(doctor)
     return parser
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write the report as JSON to FILE; without FILE, to standard output in place of the text",
-    )
 
 
 def _natural(text: str) -> int:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pycoli
 
-from .. import cpu
+from .. import _bindings, cpu
 from .._lib import lib
+from ..backend import NOT_INSTALLED
 from ..errors import ColiError
-from .report import RIGHT, sections, write_report
+from .report import RIGHT, check_output, sections, write_report
 
 PACKAGES = ("numpy", "cffi", "ml_dtypes", "safetensors", "tqdm")
 
@@ -34,15 +35,20 @@ ENVIRONMENT = (
 
 def command(options: argparse.Namespace) -> int:
     """The command itself; returns the exit code, which is 0 whatever the state of the machine."""
+    check_output(options)
     report = examine()
-    write_report(report, _as_text(report), options.json)
+    write_report(report, _as_text(report), options)
     return RIGHT
 
 
 def examine() -> dict:
     """The report, in values that JSON can hold."""
     return {
-        "pycoli": {"version": pycoli.__version__, "path": str(Path(__file__).parent.parent)},
+        "pycoli": {
+            "version": pycoli.__version__,
+            "path": str(Path(pycoli.__file__).parent),
+            "hidden_installation": _hidden_installation(),
+        },
         "system": {
             "os": _operating_system(),
             "platform": platform.platform(),
@@ -56,10 +62,26 @@ def examine() -> dict:
             "instruction_sets": _instruction_sets(),
             "used": cpu.isa(),
             "threads": cpu.threads(),
+            "warning": isa_warning(),
         },
         "driver": _driver(),
         **_gpu_library(),
     }
+
+
+def isa_warning() -> str | None:
+    """What to say when COLI_ISA has no effect; None when it has, or is not set."""
+    wanted = os.environ.get("COLI_ISA")
+    if not wanted or wanted == cpu.isa():
+        return None
+    reason = "build or processor lack it" if wanted in INSTRUCTION_SETS else f"known are {', '.join(INSTRUCTION_SETS)}"
+    return f"COLI_ISA={wanted} is ignored ({reason}); {cpu.isa()} is used"
+
+
+def _hidden_installation() -> str | None:
+    """The installed package, where a checkout's modules come first and have only bindings and libraries from it."""
+    bindings = str(Path(_bindings.__file__).parent)
+    return bindings if bindings in pycoli.__path__[1:] else None
 
 
 def _gpu_library() -> dict:
@@ -151,7 +173,7 @@ def _as_text(report: dict) -> str:
     packages = ", ".join(f"{name} {version or 'missing'}" for name, version in system["packages"].items())
     environment = ", ".join(f"{name}={value}" for name, value in system["environment"].items())
     entries = [
-        ("pycoli", [f"{report['pycoli']['version']}, {report['pycoli']['path']}"]),
+        ("pycoli", _package_lines(report["pycoli"])),
         ("system", [f"{system['os']}, {system['platform']}", f"{system['python']}, {packages}"]),
         ("environment", [environment or "none of " + ", ".join(ENVIRONMENT)]),
         ("libcoli", [report["libcoli"]["path"], report["libcoli"]["build"]]),
@@ -161,6 +183,7 @@ def _as_text(report: dict) -> str:
                 processor["model"],
                 f"instruction sets {', '.join(processor['instruction_sets'])}; {processor['used']} is used, "
                 f"with {processor['threads']} threads",
+                *filter(None, [processor["warning"]]),
             ],
         ),
         ("driver", [report["driver"]["nvidia"] or "no NVIDIA kernel driver", *report["driver"]["boards"]]),
@@ -170,6 +193,13 @@ def _as_text(report: dict) -> str:
         ("devices", _device_lines(report)),
     ]
     return sections(entries)
+
+
+def _package_lines(package: dict) -> list[str]:
+    lines = [f"{package['version']}, {package['path']}"]
+    if hidden := package["hidden_installation"]:
+        lines.append(f"a checkout: its modules hide the installed ones, bindings and libraries are those of {hidden}")
+    return lines
 
 
 def _library_lines(gpu: dict) -> list[str]:
@@ -199,6 +229,7 @@ def _device_lines(report: dict) -> list[str]:
             free, total = (device[key] / 2**30 for key in ("free_bytes", "total_bytes"))
             model = device["model"] or "a GPU of unknown name"
             lines.append(f"{device['name']}: {model}, {free:.1f} of {total:.1f} GiB free")
-    loaded = report["libcoli_cuda"]["path"] is not None
-    reason = report["why_no_device"] if loaded else "no GPU library is loaded"
+    reason = report["why_no_device"]
+    if report["libcoli_cuda"]["path"] is None:
+        reason = NOT_INSTALLED if reason.startswith(NOT_INSTALLED) else "no GPU library is loaded"
     return lines or [f"no GPU is used: {reason}"]

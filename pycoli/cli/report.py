@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+
+from ..errors import ArgumentError
 
 RIGHT, WRONG_RESULT, BAD_INPUT = 0, 1, 2
 NOBODY_READS = 128 + 13
@@ -15,12 +18,36 @@ WIDTH = 100
 """Columns that text is wrapped to."""
 
 
-def write_report(report: dict, text: str, json_file: str | None) -> None:
-    """Prints the text, or the report as JSON in its place ("-") or also to a file, as ``--json`` says."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what `write_report` obeys."""
+    parser.add_argument("--json", action="store_true", help="print the report as JSON in place of the text")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="also write the report as JSON to FILE; an existing file is replaced only if its name ends in .json",
+    )
+
+
+def check_output(options: argparse.Namespace) -> None:
+    """Raises unless the file of ``--output`` can be written; changes none. To be called before the work."""
+    if options.output is None:
+        return
+    file = Path(options.output)
+    if file.is_file() and file.suffix != ".json":
+        raise ArgumentError(f"--output: expected a new file or one named *.json, got {file}, which is not overwritten")
+    if file.exists():
+        file.open("ab").close()
+    else:
+        file.open("xb").close()
+        file.unlink()
+
+
+def write_report(report: dict, text: str, options: argparse.Namespace) -> None:
+    """Prints the report as text or JSON, and writes it to a file, as the options say."""
     encoded = json.dumps(report, indent=2, allow_nan=False)
-    print(encoded if json_file == "-" else text)
-    if json_file not in (None, "-"):
-        Path(json_file).write_text(encoded + "\n")
+    if options.output is not None:
+        Path(options.output).write_text(encoded + "\n")
+    print(encoded if options.json else text)
 
 
 def sections(entries: Sequence[tuple[str, Sequence[str]]]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.resources
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from tqdm import tqdm
 
 import pycoli
 
+from ..backend import NOT_INSTALLED
 from ..checkpoint import Checkpoint, number_ranges, recorded_input_name
 from ..errors import ArgumentError, CheckpointError, ColiError
 from ..tensorfile import TensorFile
-from .measure import ERROR_LIMIT, ROWS_PER_CALL, Measurement, measure
-from .report import RIGHT, WRONG_RESULT, sections, table, write_report
+from .doctor import isa_warning
+from .measure import ERROR_LIMIT, ROWS_PER_CALL, TIMING_CALLS, UNRELATED, Measurement, measure
+from .report import RIGHT, WRONG_RESULT, check_output, sections, table, write_report
 
 DEFAULT_TOKENS = 64
 
@@ -43,6 +46,9 @@ class Devices:
 
 def command(options: argparse.Namespace) -> int:
     """The command itself; returns the exit code."""
+    check_output(options)
+    if warning := isa_warning():
+        print(f"pycoli run: {warning}", file=sys.stderr)
     if options.checkpoint is not None:
         return _run(options, Checkpoint(options.checkpoint), options.checkpoint)
     sample = importlib.resources.files("pycoli") / "data" / "sample.safetensors"
@@ -88,8 +94,9 @@ def _run(options: argparse.Namespace, checkpoint: Checkpoint, name: str) -> int:
         "total": _as_json(total),
         "right": not wrong,
         "wrong": wrong,
+        "warnings": _warnings(activations.rows, measurements),
     }
-    write_report(report, _as_text(report, name, measurements, total, devices), options.json)
+    write_report(report, _as_text(report, name, measurements, total, devices), options)
     return WRONG_RESULT if wrong else RIGHT
 
 
@@ -110,15 +117,15 @@ def parse_experts(text: str, count: int) -> list[int]:
 
 
 def choose_devices(fmt: str, wanted: str) -> Devices:
-    """Where matrices of a format run: ``wanted`` is auto, cpu or cuda:N.
+    """Where matrices of a format run: ``wanted`` is auto, cpu, cuda or cuda:N.
 
     Raises
     ------
     ColiError
         There is no such format or it cannot be encoded, or the wanted device cannot take it.
     """
-    if wanted not in ("auto", "cpu") and not re.fullmatch(r"cuda:\d{1,6}", wanted):
-        raise ArgumentError(f"--device: expected auto, cpu or cuda:N, got {wanted!r}")
+    if wanted not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d{1,6})?", wanted):
+        raise ArgumentError(f"--device: expected auto, cpu, cuda or cuda:N, got {wanted!r}")
     probe = pycoli.encode(np.zeros((1, 1), np.float32), fmt)
     if wanted == "cpu":
         return Devices(("cpu",), "as asked")
@@ -127,7 +134,7 @@ def choose_devices(fmt: str, wanted: str) -> Devices:
     except ColiError as error:
         raise ArgumentError(f"--device {wanted}: {error}") from error
     if device == "cpu":
-        return Devices(("cpu",), reason)
+        return Devices(("cpu",), NOT_INSTALLED if reason.startswith(NOT_INSTALLED) else reason)
     return Devices((device, "cpu"), "the best for this format" if wanted == "auto" else "as asked")
 
 
@@ -142,13 +149,13 @@ def load_activations(options: argparse.Namespace, checkpoint: Checkpoint, layer:
         rows = generator.standard_normal((options.tokens or DEFAULT_TOKENS, hidden), np.float32)
         source = f"Gaussian random rows (seed {options.seed}), not real activations"
     if rows.ndim != 2 or rows.shape[1] != hidden or len(rows) == 0:
-        raise ArgumentError(f"activations: expected shape [tokens, {hidden}], got {list(rows.shape)}")
+        raise ArgumentError(f"{source}: expected activations of shape [tokens, {hidden}], got {list(rows.shape)}")
     if options.tokens is not None and options.tokens > len(rows):
-        raise ArgumentError(f"--tokens: {source} hold {len(rows)} rows, got {options.tokens}")
+        raise ArgumentError(f"--tokens: expected at most {len(rows)}, the rows of {source}, got {options.tokens}")
     with np.errstate(over="ignore"):
         rows = np.ascontiguousarray(rows[: options.tokens or DEFAULT_TOKENS], np.float32)
     if not np.isfinite(rows).all():
-        raise ArgumentError(f"activations: expected finite numbers, got NaN or infinity in {source}")
+        raise ArgumentError(f"{source}: expected finite activations, got NaN or infinity")
     return Activations(rows, source)
 
 
@@ -188,6 +195,20 @@ def _only_input(file: TensorFile, layer: int, hidden: int) -> str:
     return fitting[0]
 
 
+def _warnings(rows: np.ndarray, measurements: list[Measurement]) -> list[str]:
+    """What takes meaning from a result that is right."""
+    warnings = []
+    if not rows.any():
+        warnings.append("the activations are all zero, and so is every result: that it is right means little")
+    lost = [m.expert for m in measurements if m.fmt == "int2" and m.loses_everything]
+    if lost:
+        warnings.append(
+            f"experts {number_ranges(lost)}: the format loses more than the weights hold (vs original is {UNRELATED:g} "
+            "or more, as for zeros)"
+        )
+    return warnings
+
+
 def _as_json(measurement: Measurement) -> dict:
     return {
         "expert": "total" if measurement.expert is None else measurement.expert,
@@ -223,6 +244,7 @@ def _as_text(report: dict, name: str, measurements: list[Measurement], total: Me
     verdict = [f"right: the largest error is {worst:.2e}, the limit {ERROR_LIMIT:.0e}"]
     if not report["right"]:
         verdict = [f"WRONG: {reason}" for reason in report["wrong"]]
+    verdict = [*(f"warning: {warning}" for warning in report["warnings"]), *verdict]
     facts = [
         (
             "experts",
@@ -241,7 +263,13 @@ def _as_text(report: dict, name: str, measurements: list[Measurement], total: Me
             [f"relative RMS against float64 of the decoded weights, in calls of {report['rows_per_call']} rows"],
         ),
         ("vs original", [f"the same on {devices.names[0]} against the checkpoint's weights: the loss of the format"]),
-        ("time", [f"median of a call of {report['rows_per_call']} rows; the total is the sum over the experts"]),
+        (
+            "time",
+            [
+                f"median of at least {TIMING_CALLS} calls of {report['rows_per_call']} rows, after a warm-up; "
+                "the total is the sum over the experts"
+            ],
+        ),
     ]
     return "\n\n".join([sections(facts), table(header, lines), sections(meanings), "\n".join(verdict)])
 

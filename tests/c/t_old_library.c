@@ -142,19 +142,35 @@ static void check_not_started(coli_backend *backend, const int *devices, int cou
     CHECK(says(coli_last_error(), why), "\"%s\" does not say \"%s\"", coli_last_error(), why);
 }
 
+/* What a matrix for device 0 says while no device is configured. */
+static void check_not_configured(coli_backend *backend, const char *why) {
+    coli_placed *placed = NULL;
+    coli_matrix m = random_matrix("int8", O, I, 0, 9);
+    CHECK_OK(coli_place(backend, 0, &m, &placed));
+    const char *reason = coli_placed_why_cpu(placed);
+    CHECK(reason && !strcmp(reason, why), "\"%s\" is not \"%s\"", reason ? reason : "", why);
+    coli_placed_free(placed);
+    release_matrix(&m);
+}
+
 static void devices(coli_backend *backend) {
+#define NOT_CONFIGURED "GPU 0 is not among the 0 that coli_backend_init or coli_cuda_init configured"
     static const char silent[] = "stub_old.so: coli_cuda_init returned 0 (this library does not say why)";
     count_devices configured = (count_devices)coli_backend_symbol(backend, "coli_cuda_device_count");
     stop shut_down = (stop)coli_backend_symbol(backend, "coli_cuda_shutdown");
+    check_not_configured(backend, NOT_CONFIGURED);
     check_not_started(backend, (const int[]){0}, 0, COLI_E_NO_DEVICE, silent);
     check_not_started(backend, (const int[]){0}, 99, COLI_E_NO_DEVICE, silent);
     check_not_started(NULL, NULL, 0, COLI_E_ARGUMENT, "needs a backend");
     setenv("STUB_NO_DEVICE", "1", 1);
     check_not_started(backend, NULL, 0, COLI_E_NO_DEVICE, silent);
     unsetenv("STUB_NO_DEVICE");
+    check_not_configured(backend, NOT_CONFIGURED "; the last coli_backend_init failed: coli_cuda_init returned 0 (this "
+                                                 "library does not say why)");
     CHECK_OK(coli_backend_init(backend, NULL, 0));
     CHECK(configured() == 1, "a library that cannot count devices has started %d", configured());
     shut_down();
+    check_not_configured(backend, NOT_CONFIGURED);
     CHECK_OK(coli_backend_init(backend, (const int[]){0, 3}, 2));
     CHECK(configured() == 2, "%d devices have started", configured());
 }

@@ -158,7 +158,7 @@ int main(int argc, char **argv) {
         fprintf(stderr, "skipped: no GPU\n");
         return SKIPPED;
     }
-    check_matmul("int8", 0, "GPU 0 is not among the 0 that coli_cuda_init configured");
+    check_matmul("int8", 0, "GPU 0 is not among the 0 that coli_backend_init or coli_cuda_init configured");
 
     devices();
     shut_down();

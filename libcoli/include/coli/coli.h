@@ -53,7 +53,7 @@ COLI_API const char *coli_isa(void);
  * processor or the build lacks it. Not to be called while other threads compute. */
 COLI_API coli_status coli_set_isa(const char *name);
 /* CPU threads a call may use; 0 returns to the default (OMP_NUM_THREADS, or the cores available). Results do not depend
- * on it. */
+ * on it. A forked child computes with one. */
 COLI_API coli_status coli_set_threads(int threads);
 COLI_API int coli_threads(void);
 
@@ -121,7 +121,8 @@ COLI_API coli_status coli_decode(const coli_matrix *matrix, float *w);
 /*------   Rotation (E8)   ------*/
 
 /* Rotates `rows` rows of `dim` floats: per power-of-two block, random signs, fast Walsh-Hadamard transform, 1/sqrt(n).
- * Blocks are the powers of two of dim, smallest first, at most 32768. y may be x. */
+ * Blocks are the powers of two of dim, smallest first, at most 32768. y is x or
+ * does not overlap it. */
 COLI_API coli_status coli_rotate_rows(const float *x, float *y, size_t rows, int dim);
 /* The inverse: y = x for y = unrotate(rotate(x)), up to rounding. */
 COLI_API coli_status coli_unrotate_rows(const float *x, float *y, size_t rows, int dim);
@@ -131,7 +132,8 @@ COLI_API coli_status coli_unrotate_rows(const float *x, float *y, size_t rows, i
 /* y [S, O] = x [S, I] w^T. Weights are decoded once for all S rows. Sums are float32; the result is the same for every
  * number of threads, and a row's result does not depend on the other rows. y must not overlap x. */
 COLI_API coli_status coli_matmul(const coli_matrix *w, const float *x, size_t S, float *y);
-/* y [S, D] = down(silu(gate x) * (up x)); gate and up [H, D], down [D, H], in any formats. */
+/* y [S, D] = down(silu(gate x) * (up x)); gate and up [H, D], down [D, H], in any formats. Gate and up meet the same x, so
+ * both are rotated or neither is. */
 COLI_API coli_status coli_expert_mlp(const coli_matrix *gate, const coli_matrix *up, const coli_matrix *down,
                                      const float *x, size_t S, float *y);
 
@@ -144,7 +146,8 @@ typedef struct coli_backend coli_backend;
  * point is resolved on its own: what is missing disables the features that need it and nothing else. COLI_E_NO_LIBRARY
  * and COLI_E_ABI say in words what was tried. *backend belongs to the caller. */
 COLI_API coli_status coli_backend_open(const char *path, coli_backend **backend);
-/* Unloads the library. Tensors and devices in use must be released first. NULL is allowed. */
+/* Releases the backend; the library itself may stay loaded until the process ends. Tensors and devices in use must be
+ * released first. NULL is allowed. */
 COLI_API void coli_backend_close(coli_backend *backend);
 /* The file that was loaded. Lives as long as the backend. */
 COLI_API const char *coli_backend_path(const coli_backend *backend);
