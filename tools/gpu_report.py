@@ -56,8 +56,11 @@ def run_tests(arguments: list[str]) -> tuple[str, bool]:
 
 def sanitize(tool: str, library: Path, *arguments: str) -> subprocess.CompletedProcess:
     workload = ROOT / "tests" / "gpu" / "workload.py"
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99", sys.executable, workload, library]
-    return subprocess.run([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    options = ["--tool", tool, "--error-exitcode", "99"]
+    if tool == "memcheck":
+        options += ["--padding", "4096"]  # so that what follows an allocation is not another one
+    command = ["compute-sanitizer", *options, sys.executable, workload, library, *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def run_sanitizer(tool: str, library: Path) -> tuple[str, bool]:

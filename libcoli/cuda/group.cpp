@@ -71,6 +71,12 @@ GroupParams group_params(const GroupCall &call, int begin, int first_row) {
     return params;
 }
 
+GroupPlan plan_of(const GroupParams &params) {
+    const auto rotates = [](const ExpertEntry &expert) { return expert.rotate_hidden && expert.rows > 0; };
+    return plan_group(params.D, params.H, params.max_rows,
+                      std::any_of(params.experts, params.experts + params.count, rotates));
+}
+
 size_t workspace_bytes(int total_rows, int H) {
     return 2 * rows_of_hidden(total_rows, H);
 }

@@ -25,6 +25,9 @@ bool check_group(const GroupCall &call, int least_rows, int *total_rows);
  * `first_row`. All but the pointers. */
 GroupParams group_params(const GroupCall &call, int begin, int first_row);
 
+/* How those experts are computed. */
+GroupPlan plan_of(const GroupParams &params);
+
 /* Bytes of the hidden and the rotated rows together, and their places in such memory. */
 size_t workspace_bytes(int total_rows, int H);
 void place_workspace(GroupParams *params, int total_rows, void *workspace);

@@ -27,11 +27,21 @@ struct ProductPlan {
     int passes;        /* grid y: passes over the activation rows */
 };
 
+struct RotationPlan {
+    int pieces; /* grid x: blocks that cover a row */
+    int rows;   /* grid y; 0: nothing is rotated */
+};
+
+struct GroupPlan {
+    ProductPlan hidden, down;
+    RotationPlan rotation;
+};
+
 /* For O weight rows and at most `rows` activation rows an expert. */
 ProductPlan plan_product(int O, int rows);
-
-/* Thread blocks that rotate one row of `dim`. */
-int rotation_pieces(int dim);
+RotationPlan plan_rotation(int dim, int rows);
+/* For experts with gate and up [H, D] and at most `rows` rows each; `rotates` where one of them rotates its hidden rows. */
+GroupPlan plan_group(int D, int H, int rows, bool rotates);
 
 } // namespace coli
 

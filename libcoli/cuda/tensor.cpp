@@ -103,7 +103,7 @@ bool read_weights(const ColiCudaTensor &tensor, void *weights) {
 
 size_t allocation_footprint(size_t bytes) {
     constexpr size_t slice = 512, block = size_t{2} << 20;
-    const size_t unit = bytes < block / 2 ? slice : block;
+    const size_t unit = bytes <= block / 2 ? slice : block;
     return bytes > SIZE_MAX - unit ? SIZE_MAX : align_up(bytes, unit);
 }
 

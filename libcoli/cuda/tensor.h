@@ -46,7 +46,7 @@ bool tensor_usable(const ColiCudaTensor *tensor, const char *role);
 bool tensor_size_countable(int format, int I, int O, int group_size);
 
 /* Device memory that the CUDA allocator takes for an allocation: slices of 512 bytes out of blocks of 2 MiB, whole blocks
- * from 1 MiB on. */
+ * above 1 MiB. */
 size_t allocation_footprint(size_t bytes);
 
 } // namespace coli

@@ -498,3 +498,19 @@ def test_update_waits_for_an_issued_group(gpu, rng):
     for tensor in tensors:
         gpu.update(tensor, oracle.random_encoded(rng, "int8", shape, magnitude=0.2))
     assert oracle.relative_rms(gpu.take(x.shape), oracle.expert(x, *old)) < 3e-6
+
+
+@pytest.mark.parametrize("size", [1 << 20, (1 << 20) + 4096, 5_000_000, 50_000_000])
+def test_vram_is_what_the_allocator_takes(gpu, simulator, size):
+    if simulator:
+        pytest.skip("the simulator has no allocator of its own")
+    rows = 16
+    data = np.zeros(rows * (size // rows // 128 * 128), np.uint8)
+    matrix = oracle.Encoded("f32", (rows, data.size // rows // 4), data)
+    gpu.upload(matrix)  # whatever the first upload allocates besides
+    before = gpu.memory()[0]
+    tensors = [gpu.upload(matrix) for _ in range(8)]
+    taken = before - gpu.memory()[0]
+    stated = sum(gpu.lib.coli_cuda_tensor_vram(tensor) for tensor in tensors)
+    assert abs(taken - stated) <= 2 << 20
+    assert gpu.lib.coli_cuda_alloc_footprint(data.size) * 8 == stated

@@ -202,7 +202,7 @@ int coli_cuda_matmul_dev(const ColiCudaTensor *tensor, float *y_dev, const float
     COLI_FORWARD(device_pointers_given(y_dev, x_dev));
     context.caller_streams = true;
     const MatmulParams params{tensor->view(), tensor->O, tensor->I, S, x_dev, y_dev, context.tables};
-    return succeeded(launch_matmul(params, static_cast<cudaStream_t>(stream)),
+    return succeeded(launch_matmul(params, plan_product(tensor->O, S), static_cast<cudaStream_t>(stream)),
                      "launching a product of %d rows with a matrix [%d, %d] on device %d", S, tensor->O, tensor->I,
                      context.device);
 }
@@ -232,7 +232,7 @@ int coli_cuda_expert_group_dev(ColiCudaTensor *const *gates, ColiCudaTensor *con
         params.tables = context->tables;
         place_workspace(&params, total_rows, workspace_dev);
         if (params.max_rows > 0) {
-            COLI_FORWARD(succeeded(launch_expert_group(params, static_cast<cudaStream_t>(stream)),
+            COLI_FORWARD(succeeded(launch_expert_group(params, plan_of(params), static_cast<cudaStream_t>(stream)),
                                    "launching %d expert(s) with %d rows on device %d", count, total_rows, context->device));
         }
         const ExpertEntry &last = params.experts[params.count - 1];
@@ -251,7 +251,7 @@ int coli_cuda_rotate_rows_dev(int device, float *y_dev, const float *x_dev, int 
     DeviceCall call(*context);
     COLI_FORWARD(call.ok());
     context->caller_streams = true;
-    return succeeded(
-        launch_rotate({x_dev, y_dev, rows, dim, inverse != 0, context->tables}, static_cast<cudaStream_t>(stream)),
-        "launching the rotation of %d rows of %d on device %d", rows, dim, device);
+    return succeeded(launch_rotate({x_dev, y_dev, rows, dim, inverse != 0, context->tables}, plan_rotation(dim, rows),
+                                   static_cast<cudaStream_t>(stream)),
+                     "launching the rotation of %d rows of %d on device %d", rows, dim, device);
 }

@@ -1,7 +1,5 @@
 #include "expert.h"
 
-#include <algorithm>
-
 #include "dot.cuh"
 #include "rotate.cuh"
 #include "rows.h"
@@ -71,24 +69,20 @@ __global__ void __launch_bounds__(kProductThreads, 1) expert_down(const __grid_c
     }
 }
 
-cudaError_t launch_hidden(const GroupParams &params, cudaStream_t stream) {
-    const ProductPlan plan = plan_product(params.H, params.max_rows);
+cudaError_t launch_hidden(const GroupParams &params, const ProductPlan &plan, cudaStream_t stream) {
     const dim3 grid(plan.row_blocks, plan.passes, params.count);
     with_rows(plan.rows_per_pass,
               [&](auto rows) { expert_hidden<decltype(rows)::value><<<grid, kProductThreads, 0, stream>>>(params); });
     return cudaGetLastError();
 }
 
-cudaError_t launch_rotation(const GroupParams &params, cudaStream_t stream) {
-    const auto wants = [](const ExpertEntry &expert) { return expert.rotate_hidden && expert.rows > 0; };
-    if (std::none_of(params.experts, params.experts + params.count, wants)) return cudaSuccess;
-    const dim3 grid(rotation_pieces(params.H), std::min(params.max_rows, kMaxGrid), params.count);
-    expert_rotate<<<grid, kRotationThreads, 0, stream>>>(params);
+cudaError_t launch_rotation(const GroupParams &params, const RotationPlan &plan, cudaStream_t stream) {
+    if (plan.rows == 0) return cudaSuccess;
+    expert_rotate<<<dim3(plan.pieces, plan.rows, params.count), kRotationThreads, 0, stream>>>(params);
     return cudaGetLastError();
 }
 
-cudaError_t launch_down(const GroupParams &params, cudaStream_t stream) {
-    const ProductPlan plan = plan_product(params.D, params.max_rows);
+cudaError_t launch_down(const GroupParams &params, const ProductPlan &plan, cudaStream_t stream) {
     const dim3 grid(plan.row_blocks, plan.passes, params.count);
     with_rows(plan.rows_per_pass,
               [&](auto rows) { expert_down<decltype(rows)::value><<<grid, kProductThreads, 0, stream>>>(params); });
@@ -97,10 +91,10 @@ cudaError_t launch_down(const GroupParams &params, cudaStream_t stream) {
 
 } // namespace
 
-cudaError_t launch_expert_group(const GroupParams &params, cudaStream_t stream) {
-    cudaError_t result = launch_hidden(params, stream);
-    if (result == cudaSuccess) result = launch_rotation(params, stream);
-    if (result == cudaSuccess) result = launch_down(params, stream);
+cudaError_t launch_expert_group(const GroupParams &params, const GroupPlan &plan, cudaStream_t stream) {
+    cudaError_t result = launch_hidden(params, plan.hidden, stream);
+    if (result == cudaSuccess) result = launch_rotation(params, plan.rotation, stream);
+    if (result == cudaSuccess) result = launch_down(params, plan.down, stream);
     return result;
 }
 

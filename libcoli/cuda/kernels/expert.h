@@ -4,6 +4,7 @@
 
 #include "../gpu.h"
 #include "../layout.h"
+#include "../plan.h"
 #include "../tables.h"
 #include "coli/coli_cuda.h"
 
@@ -35,7 +36,7 @@ struct GroupParams {
 
 /* hidden = activation(gate x, up x); then rotated = rotation of the hidden rows, where an expert wants it; then
  * y = down of either. */
-cudaError_t launch_expert_group(const GroupParams &params, cudaStream_t stream);
+cudaError_t launch_expert_group(const GroupParams &params, const GroupPlan &plan, cudaStream_t stream);
 
 } // namespace coli
 

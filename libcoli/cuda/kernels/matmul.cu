@@ -21,8 +21,7 @@ template <int ROWS> __global__ void __launch_bounds__(kProductThreads, 1) matmul
 
 } // namespace
 
-cudaError_t launch_matmul(const MatmulParams &params, cudaStream_t stream) {
-    const ProductPlan plan = plan_product(params.O, params.S);
+cudaError_t launch_matmul(const MatmulParams &params, const ProductPlan &plan, cudaStream_t stream) {
     with_rows(plan.rows_per_pass, [&](auto rows) {
         matmul<decltype(rows)::value><<<dim3(plan.row_blocks, plan.passes), kProductThreads, 0, stream>>>(params);
     });

@@ -4,6 +4,7 @@
 
 #include "../gpu.h"
 #include "../layout.h"
+#include "../plan.h"
 #include "../tables.h"
 
 namespace coli {
@@ -16,7 +17,7 @@ struct MatmulParams {
     const DeviceTables *tables;
 };
 
-cudaError_t launch_matmul(const MatmulParams &params, cudaStream_t stream);
+cudaError_t launch_matmul(const MatmulParams &params, const ProductPlan &plan, cudaStream_t stream);
 
 } // namespace coli
 

@@ -1,7 +1,5 @@
 #include "rotate.h"
 
-#include <algorithm>
-
 #include "rotate.cuh"
 
 namespace coli {
@@ -19,9 +17,8 @@ __global__ void __launch_bounds__(kRotationThreads) rotate(const RotateParams p)
 
 } // namespace
 
-cudaError_t launch_rotate(const RotateParams &params, cudaStream_t stream) {
-    const dim3 grid(rotation_pieces(params.dim), std::min(params.rows, kMaxGrid));
-    rotate<<<grid, kRotationThreads, 0, stream>>>(params);
+cudaError_t launch_rotate(const RotateParams &params, const RotationPlan &plan, cudaStream_t stream) {
+    rotate<<<dim3(plan.pieces, plan.rows), kRotationThreads, 0, stream>>>(params);
     return cudaGetLastError();
 }
 

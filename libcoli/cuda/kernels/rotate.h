@@ -3,6 +3,7 @@
 #define COLI_CUDA_KERNELS_ROTATE_H
 
 #include "../gpu.h"
+#include "../plan.h"
 #include "../tables.h"
 
 namespace coli {
@@ -15,7 +16,7 @@ struct RotateParams {
     const DeviceTables *tables;
 };
 
-cudaError_t launch_rotate(const RotateParams &params, cudaStream_t stream);
+cudaError_t launch_rotate(const RotateParams &params, const RotationPlan &plan, cudaStream_t stream);
 
 } // namespace coli
 
