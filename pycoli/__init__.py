@@ -14,7 +14,7 @@ from pkgutil import extend_path
 # In a checkout, the folder of this file hides the installed package, which alone has the libraries: look there too.
 __path__ = extend_path(__path__, __name__)
 
-from . import cpu
+from . import _lib, cpu
 from .backend import Backend, open_backend
 from .device import Device, Tensor
 from .errors import (
@@ -38,7 +38,7 @@ from .placement import Placement, explain
 from .products import expert_mlp, matmul
 from .weights import Format, Weights, encode, formats, rotate, unrotate
 
-__version__ = cpu.version()
+__version__ = _lib.version
 
 __all__ = [
     "ArgumentError",

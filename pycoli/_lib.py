@@ -1,7 +1,11 @@
-"""libcoli as a cffi library, and the way from its status codes to Python exceptions."""
+"""libcoli as a cffi library, and the way from its status codes to Python exceptions.
+
+The library is loaded at the first use, so that a broken one can still be reported on.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from importlib import resources
@@ -27,7 +31,11 @@ def packaged_library(name: str) -> str:
     return str(next((folder / file for folder in folders if (folder / file).is_file()), folders[0] / file))
 
 
-def _load(path: str):
+path = os.environ.get("COLI_LIB") or packaged_library("coli")
+
+
+@functools.cache
+def _loaded():
     try:
         library = ffi.dlopen(path)
         version = library.coli_abi_version()
@@ -44,22 +52,42 @@ def _load(path: str):
     return library
 
 
-path = os.environ.get("COLI_LIB") or packaged_library("coli")
-lib = _load(path)
+class _Library:
+    """Functions and constants of libcoli. BackendError at every use where it cannot be loaded."""
+
+    def __getattr__(self, name: str):
+        try:
+            value = getattr(_loaded(), name)
+        except ffi.error as error:
+            raise errors.BackendError(f"{path} is not a whole libcoli: it lacks {name}") from error
+        setattr(self, name, value)  # found without a call from now on
+        return value
+
+    def __dir__(self) -> list[str]:
+        return dir(_loaded())
+
+
+lib = _Library()
+
+version = ".".join(str(ffi.integer_const(f"COLI_VERSION_{part}")) for part in ("MAJOR", "MINOR", "PATCH"))
+"""Of the headers that pycoli was built with."""
 
 _ERRORS = {
-    lib.COLI_E_ARGUMENT: errors.ArgumentError,
-    lib.COLI_E_SHAPE: errors.ShapeError,
-    lib.COLI_E_FORMAT: errors.FormatError,
-    lib.COLI_E_NOT_FINITE: errors.NotFiniteError,
-    lib.COLI_E_STATE: errors.StateError,
-    lib.COLI_E_MEMORY: errors.OutOfMemoryError,
-    lib.COLI_E_NO_DEVICE: errors.DeviceError,
-    lib.COLI_E_DEVICE: errors.DeviceError,
-    lib.COLI_E_INJECTED: errors.DeviceError,
-    lib.COLI_E_NOT_PROVIDED: errors.NotProvidedError,
-    lib.COLI_E_NO_LIBRARY: errors.BackendError,
-    lib.COLI_E_ABI: errors.BackendError,
+    ffi.integer_const(f"COLI_E_{name}"): error
+    for name, error in {
+        "ARGUMENT": errors.ArgumentError,
+        "SHAPE": errors.ShapeError,
+        "FORMAT": errors.FormatError,
+        "NOT_FINITE": errors.NotFiniteError,
+        "STATE": errors.StateError,
+        "MEMORY": errors.OutOfMemoryError,
+        "NO_DEVICE": errors.DeviceError,
+        "DEVICE": errors.DeviceError,
+        "INJECTED": errors.DeviceError,
+        "NOT_PROVIDED": errors.NotProvidedError,
+        "NO_LIBRARY": errors.BackendError,
+        "ABI": errors.BackendError,
+    }.items()
 }
 
 
@@ -72,6 +100,11 @@ def check(status: int) -> None:
     """Raises what libcoli reports, unless the call succeeded."""
     if status != lib.COLI_OK:
         raise error_of(status, text(lib.coli_last_error()))
+
+
+def name_bytes(name: str) -> bytes:
+    """A name for libcoli to look up. What a C string cannot hold becomes an escape, which is in no name."""
+    return name.encode("utf-8", "backslashreplace").replace(b"\0", rb"\0")
 
 
 def text(pointer) -> str | None:

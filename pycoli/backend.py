@@ -10,8 +10,16 @@ import weakref
 from contextlib import ExitStack
 
 from ._arrays import floats
-from ._lib import check, error_of, ffi, lib, packaged_library, text
-from .errors import ArgumentError, BackendError, ColiError, DeviceError, NotProvidedError, StateError
+from ._lib import check, error_of, ffi, lib, name_bytes, packaged_library, text
+from .errors import (
+    ArgumentError,
+    BackendError,
+    ColiError,
+    DeviceError,
+    DtypeError,
+    NotProvidedError,
+    StateError,
+)
 from .weights import checked_codebook, format_feature, fp8_values, published_codebook
 
 NOT_INSTALLED = "no GPU library is installed (built without CUDA)"
@@ -35,6 +43,8 @@ def open_backend(path: str | os.PathLike | None = None) -> Backend:
     ------
     BackendError
         Says which files were tried and why they do not do: not found, not a library, another ABI major.
+    DtypeError
+        The path is not one.
     """
     packaged = _packaged_path()
     with _opened_lock:
@@ -49,7 +59,7 @@ def open_backend(path: str | os.PathLike | None = None) -> Backend:
 
 def why_no_backend(feature: str) -> str:
     """The reason that a feature is not there when no GPU library is open."""
-    return text(lib.coli_backend_why_not(ffi.NULL, feature.encode()))
+    return text(lib.coli_backend_why_not(ffi.NULL, name_bytes(feature)))
 
 
 class Backend:
@@ -72,7 +82,7 @@ class Backend:
 
     def __init__(self, path: str | os.PathLike | None = None):
         opened = ffi.new("coli_backend **")
-        check(lib.coli_backend_open(ffi.NULL if path is None else os.fsencode(path), opened))
+        check(lib.coli_backend_open(ffi.NULL if path is None else _path_bytes(path), opened))
         self._handle = ffi.gc(opened[0], lib.coli_backend_close)
         self.path = ffi.string(lib.coli_backend_path(self._handle)).decode(errors="surrogateescape")
         self._library = ffi.dlopen(self.path)
@@ -94,7 +104,9 @@ class Backend:
 
     def has(self, name: str) -> bool:
         """Whether the library has an entry point, by its full name or without the "coli_cuda_"."""
-        return lib.coli_backend_symbol(self._handle, _full_name(name).encode()) != ffi.NULL
+        if not isinstance(name, str):
+            raise DtypeError(f"name must be that of an entry point, got {type(name).__name__} {name!r}")
+        return lib.coli_backend_symbol(self._handle, name_bytes(_full_name(name))) != ffi.NULL
 
     def features(self) -> list[str]:
         """What why_not() can be asked about: format names, "devices", "matmul", "expert_mlp", "expert_group", ..."""
@@ -111,7 +123,7 @@ class Backend:
                 feature = format_feature(feature)
             except ColiError:
                 raise ArgumentError(f"no feature {feature!r}; there are {', '.join(known)}") from None
-        return text(lib.coli_backend_why_not(self._handle, feature.encode()))
+        return text(lib.coli_backend_why_not(self._handle, name_bytes(feature)))
 
     def require(self, feature: str) -> None:
         """NotProvidedError with the reason, unless the library offers the feature."""
@@ -202,10 +214,10 @@ class Backend:
                 )
             if self._started_in is None:
                 self.require("devices")
-                ordinals = self._initialised()
-                self._started_in = os.getpid()
-                for ordinal in ordinals:
+                for ordinal in self._initialised():
                     self._slots.setdefault(ordinal, Slot())
+                # Last: other threads read this without the lock, and then rely on all the rest.
+                self._started_in = os.getpid()
 
     def _in_other_process(self) -> bool:
         """Whether this process was forked from the one that prepared the devices, and so cannot use them."""
@@ -249,9 +261,10 @@ class Backend:
             return []
         if self.has("coli_cuda_available_device_count"):
             return list(range(min(self._library.coli_cuda_available_device_count(), lib.COLI_CUDA_MAX_DEVICES)))
-        if self._started_in is not None:
-            return sorted(self._slots)
-        return [0] if self._library.coli_cuda_init(ffi.new("int[]", [0]), 1) else []
+        with self._start_lock:
+            if self._started_in is not None:
+                return sorted(self._slots)
+            return [0] if self._library.coli_cuda_init(ffi.new("int[]", [0]), 1) else []
 
     def _all_devices(self) -> ExitStack:
         """The locks of all devices, in a fixed order."""
@@ -272,6 +285,18 @@ def _packaged_path() -> str | None:
     """The installed GPU library; None where libcoli is to search by itself."""
     packaged = packaged_library("coli_cuda")
     return packaged if not os.environ.get("COLI_CUDA_LIB") and os.path.exists(packaged) else None
+
+
+def _path_bytes(path) -> bytes:
+    try:
+        encoded = os.fsencode(path)
+    except TypeError:
+        raise DtypeError(f"path must be a str or path, got {type(path).__name__} {path!r}") from None
+    except UnicodeEncodeError:
+        encoded = None
+    if encoded is None or b"\0" in encoded:
+        raise BackendError(f"a library cannot be loaded from {os.fspath(path)!r}: no file can have that name")
+    return encoded
 
 
 class Slot:

@@ -29,8 +29,8 @@ from .tensorfile import TensorFile
 
 __all__ = ["Checkpoint", "ExpertWeights", "number_ranges", "recorded_input_name"]
 
-_EXPERTS = r"^(?P<prefix>(?:.*\.)?)layers\.(?P<layer>\d{1,6})\.(?:mlp|block_sparse_moe|feed_forward)\.experts\."
-_SEPARATE = re.compile(_EXPERTS + r"(?P<expert>\d{1,6})\.(?P<matrix>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
+_EXPERTS = r"^(?P<prefix>(?:.*\.)?)layers\.(?P<layer>[0-9]{1,6})\.(?:mlp|block_sparse_moe|feed_forward)\.experts\."
+_SEPARATE = re.compile(_EXPERTS + r"(?P<expert>[0-9]{1,6})\.(?P<matrix>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
 _FUSED = re.compile(_EXPERTS + r"(?P<matrix>gate_up_proj|down_proj)(?P<suffix>(?:\.weight)?)$")
 
 _INDEX = "model.safetensors.index.json"
@@ -132,7 +132,8 @@ class Checkpoint:
     @property
     def activation(self) -> str:
         """The experts' activation function as the configuration names it; ``"silu"`` without one."""
-        return str(self._config.get("hidden_act", "silu"))
+        name = self._config.get("hidden_act")
+        return "silu" if name is None else str(name)
 
     def moe_layers(self) -> list[int]:
         """Numbers of the layers with routed experts, ascending."""
@@ -346,7 +347,8 @@ class Checkpoint:
         expected = tuple(-(-size // step) for size, step in zip(codes.shape, block, strict=True))
         self._check_shape(scale_name, scale_file.shape(scale_name), expected)
         scales = scale_file.view(scale_name).astype(np.float32)
-        scales = np.repeat(np.repeat(scales, block[0], axis=0), block[1], axis=1)
+        for axis, step in enumerate(block):
+            scales = np.repeat(scales, min(step, codes.shape[axis]), axis=axis)
         return codes.astype(np.float32) * scales[: codes.shape[0], : codes.shape[1]]
 
     def _fp8_block(self) -> tuple[int, int]:
@@ -362,7 +364,7 @@ class Checkpoint:
 
     def _matrix(self, name: str) -> np.ndarray:
         shape = self._holder(name).shape(name)
-        if len(shape) != 2:
+        if len(shape) != 2 or 0 in shape:
             raise CheckpointError(f"{self._source(name)}: expected a matrix, got shape {list(shape)}")
         return self._float32(name)
 
@@ -385,6 +387,10 @@ class Checkpoint:
         down = self._holder(layer.down).shape(layer.down)
         wanted_hidden = self._config_size("hidden_size")
         wanted_inner = self._config_size("moe_intermediate_size")
+        for name, shape in ((layer.gate_up, gate_up), (layer.down, down)):
+            if 0 in shape:
+                wanted = "expected at least 1 expert, row and column"
+                raise CheckpointError(f"{self._source(name)}: {wanted}, got shape {list(shape)}")
         if len(gate_up) == len(down) == 3 and gate_up[0] == down[0]:
             for transposed in (False, True):
                 rows, hidden = reversed(gate_up[1:]) if transposed else gate_up[1:]

@@ -196,8 +196,9 @@ class Tensor:
         An E8 matrix with a codebook other than the backend's: see Backend.set_e8_codebook().
     """
 
+    _address = None
+
     def __init__(self, weights: Weights, device: str | int | Device = "cuda:0"):
-        self._address = None
         _check_is_weights(weights, "weights")
         self.gpu = Device(device)
         self.fmt = weights.fmt
@@ -276,9 +277,10 @@ class Tensor:
         scales = empty_scales(number, *self.shape, group)
         with self.gpu._turn():
             backend._call("coli_cuda_tensor_download", self._handle, pointer(data), pointer(scales))
-            codebook = backend.e8_codebook if self.fmt == "e8" else None
-        options = {"fmt": self.fmt, "shape": self.shape, "rotated": self.rotated, "codebook": codebook}
-        return Weights.from_bytes(seal(data), scales=scales, **options)
+            own_codebook = self.fmt == "e8" and backend.e8_codebook != published_codebook()
+            codebook = backend.e8_codebook if own_codebook else None
+        scales = None if scales is None else seal(scales)
+        return Weights._of(number, group, self.shape, seal(data), scales, self.rotated, codebook)
 
     def free(self) -> None:
         """Releases the device memory, after work that still reads it. A second call does nothing."""
@@ -352,10 +354,18 @@ def parse_device(device: str | int | Device) -> int | None:
         return int(device)
     if device == "cpu":
         return None
-    match = re.fullmatch(r"cuda(?::(\d+))?", device) if isinstance(device, str) else None
+    match = re.fullmatch(r"cuda(?::([0-9]{1,9}))?", device) if isinstance(device, str) else None
     if not match:
         raise ArgumentError(f"device must be 'cpu', 'cuda' (cuda:0), 'cuda:N' or an ordinal, got {device!r}")
     return int(match[1] or 0)
+
+
+def names_apart(first: Device | None, other: Device | None) -> list[str]:
+    """Names of two places that differ (None is the CPU), with the libraries' where nothing else tells them apart."""
+    names = [place.name if place else "cpu" for place in (first, other)]
+    if names[0] != names[1]:
+        return names
+    return [f"{place.name} of {place.backend.path}" for place in (first, other)]
 
 
 def _check_is_weights(weights, what: str) -> None:

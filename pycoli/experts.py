@@ -11,7 +11,7 @@ import numpy as np
 
 from ._arrays import as_rows, floats
 from ._lib import ffi, lib
-from .device import Device
+from .device import Device, names_apart
 from .errors import ArgumentError, DeviceError, DtypeError, FreedError, OutOfMemoryError, ShapeError, StateError
 from .placement import Matrix, choose, may_fall_back, uploaded
 from .products import check_expert, expert, why_not_one_call
@@ -143,7 +143,10 @@ class ExpertGroup:
     """
 
     def __init__(self, experts: Sequence[Expert]):
-        self.experts = tuple(experts)
+        try:
+            self.experts = tuple(experts)
+        except TypeError:
+            raise DtypeError(f"experts must be a sequence of Expert, got {type(experts).__name__}") from None
         if not self.experts:
             raise ArgumentError("a group needs at least 1 expert, got 0")
         first = self.experts[0]
@@ -154,7 +157,8 @@ class ExpertGroup:
                 shapes = f"{[first.hidden, first.dim]}, got {[other.hidden, other.dim]}"
                 raise ShapeError(f"experts[{i}] must have the shape of experts[0], {shapes}")
             if other.gpu != first.gpu:
-                raise DeviceError(f"experts[{i}] must be on {first.device} like experts[0], got {other.device}")
+                wanted, there = names_apart(first.gpu, other.gpu)
+                raise DeviceError(f"experts[{i}] must be on {wanted} like experts[0], got {there}")
         self.gpu = first.gpu
         self.dim = first.dim
         self._apart = {
@@ -263,7 +267,10 @@ class ExpertGroup:
             member._check_live()
         count = len(self.experts)
         if rows is None:
-            arrays = list(x)
+            try:
+                arrays = list(x)
+            except TypeError:
+                raise DtypeError(f"x must hold one array for each of {count} experts, got {type(x).__name__}") from None
             if len(arrays) != count:
                 raise ShapeError(f"x must hold one array for each of {count} experts, got {len(arrays)}")
             arrays = [as_rows(a, self.dim, f"x[{i}]") for i, a in enumerate(arrays)]

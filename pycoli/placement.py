@@ -10,7 +10,7 @@ from os import environ
 from typing import NamedTuple
 
 from .backend import Backend, open_backend
-from .device import Device, Tensor, parse_device
+from .device import Device, Tensor, names_apart, parse_device
 from .errors import BackendError, DeviceError, DtypeError, OutOfMemoryError
 from .weights import Weights, published_codebook
 
@@ -86,12 +86,16 @@ def check_is_matrix(matrix, what: str) -> None:
 
 
 def _common_device(resident: Sequence[Device], device) -> Device:
-    names = sorted({place.name for place in resident})
-    if len(names) > 1:
-        raise DeviceError(f"the matrices must be on one device, got {' and '.join(names)}")
-    if device is not None and parse_device(device) != resident[0].ordinal:
-        raise DeviceError(f"the matrices are on {names[0]}, got device={device!r}")
-    return resident[0]
+    first = resident[0]
+    for other in resident:
+        if other != first:
+            raise DeviceError(f"the matrices must be on one device, got {' and '.join(names_apart(first, other))}")
+    if isinstance(device, Device) and device != first:
+        there, wanted = names_apart(first, device)
+        raise DeviceError(f"the matrices are on {there}, got device {wanted}")
+    if device is not None and parse_device(device) != first.ordinal:
+        raise DeviceError(f"the matrices are on {first.name}, got device={device!r}")
+    return first
 
 
 def _best(matrices: Sequence[Weights]) -> tuple[Device | None, str | None]:
@@ -106,7 +110,7 @@ def _best(matrices: Sequence[Weights]) -> tuple[Device | None, str | None]:
         return None, "the E8 matrix has another codebook than the devices (see Backend.set_e8_codebook)"
     try:
         return Device(0, backend), None
-    except DeviceError as error:
+    except (DeviceError, OutOfMemoryError) as error:
         return None, str(error)
 
 

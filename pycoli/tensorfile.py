@@ -54,8 +54,17 @@ class TensorFile:
             raise CheckpointError(f"{self.path}: not a readable safetensors file: {error}") from error
         header_bytes = int.from_bytes(self._map[:8], "little")
         self._data_start = 8 + header_bytes
-        self._tensors = json.loads(self._map[8 : self._data_start])
+        self._tensors = json.loads(self._map[8 : self._data_start], object_pairs_hook=self._unique)
         self._tensors.pop("__metadata__", None)
+
+    def _unique(self, entries: list[tuple[str, object]]) -> dict:
+        """A JSON object of the header, in which the safetensors library takes the last of entries of one name."""
+        unique = dict(entries)
+        if len(unique) < len(entries):
+            seen: set[str] = set()
+            twice = next(name for name, _ in entries if name in seen or seen.add(name))
+            raise CheckpointError(f"{self.path}: not a readable safetensors file: its header has {twice} twice")
+        return unique
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors

@@ -10,11 +10,21 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 
-from ._arrays import as_byte_array, as_bytes, as_float32, as_matrix, check_finite, floats, freeze, seal
-from ._lib import check, ffi, lib, text
-from .errors import ArgumentError, DtypeError, FormatError, ShapeError, SizeError
+from ._arrays import (
+    MAX_DIM,
+    as_array,
+    as_byte_array,
+    as_bytes,
+    as_float32,
+    as_matrix,
+    check_finite,
+    floats,
+    freeze,
+    seal,
+)
+from ._lib import check, ffi, lib, name_bytes, text
+from .errors import ArgumentError, DtypeError, FormatError, NotFiniteError, ShapeError, SizeError
 
-_MAX_DIM = 2**31 - 1
 _CONTAINER_TAG = 6.0  # containers store one float of this value where an E8 matrix has no scales
 
 
@@ -102,18 +112,20 @@ def encode(w, fmt: str, *, rotate: bool = True, group_size: int | None = None) -
     ------
     DtypeError, ShapeError, FormatError
     NotFiniteError
-        Names the first element that is NaN or infinite.
+        Names the first element that is NaN or infinite; or rotating overflows float32.
     """
     number, group = parse_format(fmt, group_size)
     w = as_matrix(w, "w")
     check_finite(w, "w")
     rows, columns = w.shape
     rotated = rotate and number == lib.COLI_E8
-    if rotated:
-        w = _rotated(w, lib.coli_rotate_rows)
+    stored = _rotated(w, lib.coli_rotate_rows) if rotated else w
     data = np.empty(lib.coli_weight_bytes(number, rows, columns), np.uint8)
     scales = empty_scales(number, rows, columns, group)
-    check(lib.coli_encode(number, floats(w), rows, columns, group, pointer(data), pointer(scales)))
+    try:
+        check(lib.coli_encode(number, floats(stored), rows, columns, group, pointer(data), pointer(scales)))
+    except NotFiniteError:  # w itself is finite
+        raise NotFiniteError(f"rotating overflows float32: w has magnitudes up to {np.abs(w).max():.4g}") from None
     scales = None if scales is None else seal(scales)
     return Weights._of(number, group, (rows, columns), seal(data), scales, rotated)
 
@@ -167,7 +179,7 @@ class Weights:
         Parameters
         ----------
         data : bytes-like, or an array of one-byte elements, of any shape
-            Shared where it is read-only, else copied.
+            Shared where nobody can write to it: bytes, and read-only file maps. Else copied.
         fmt : str
             A name of formats(), or "int4-gN".
         shape : (int, int)
@@ -260,12 +272,13 @@ def parse_format(fmt: str, group_size: int | None = None) -> tuple[int, int]:
     if not isinstance(fmt, str):
         raise DtypeError(f"fmt must be a name such as 'e8', got {type(fmt).__name__} {fmt!r}")
     number, named_group = ffi.new("int *"), ffi.new("int *")
-    check(lib.coli_format_parse(fmt.encode(), number, named_group))
+    check(lib.coli_format_parse(name_bytes(fmt), number, named_group))
     number = number[0]
     group = named_group[0] if number == lib.COLI_INT4_GROUPED else 0
     if group_size is None:
         return number, group
-    if not isinstance(group_size, (int, np.integer)) or not 1 <= group_size <= _MAX_DIM:
+    whole = isinstance(group_size, (int, np.integer)) and not isinstance(group_size, bool)
+    if not whole or not 1 <= group_size <= MAX_DIM:
         raise ArgumentError(f"group_size must be a whole number of at least 1, got {group_size!r}")
     if number == lib.COLI_INT4:
         return lib.COLI_INT4_GROUPED, int(group_size)
@@ -343,8 +356,8 @@ def _checked_shape(shape) -> tuple[int, int]:
         rows, columns = map(operator.index, shape)
     except (TypeError, ValueError):
         raise ShapeError(f"shape must be (O, I), two whole numbers, got {shape!r}") from None
-    if not (1 <= rows <= _MAX_DIM and 1 <= columns <= _MAX_DIM):
-        raise ShapeError(f"shape must be (O, I) with both from 1 to {_MAX_DIM}, got ({rows}, {columns})")
+    if not (1 <= rows <= MAX_DIM and 1 <= columns <= MAX_DIM):
+        raise ShapeError(f"shape must be (O, I) with both from 1 to {MAX_DIM}, got ({rows}, {columns})")
     return rows, columns
 
 
@@ -352,9 +365,12 @@ def _checked_scales(scales, number: int, group: int, rows: int, columns: int, wh
     """Scales in their natural shape, read-only; None where the format has none."""
     shape = _scales_shape(number, rows, columns, group)
     if shape is None:
-        if scales is None or np.size(scales) == 0 or (number == lib.COLI_E8 and _is_container_tag(scales)):
+        if scales is None:
             return None
-        raise SizeError(f"{what} has no scales, got {np.size(scales)}")
+        scales = as_array(scales, "scales")
+        if scales.size == 0 or (number == lib.COLI_E8 and _is_container_tag(scales)):
+            return None
+        raise SizeError(f"{what} has no scales, got {scales.size}")
     needed = math.prod(shape)
     dtype = _format(number).scale_dtype
     wanted = f"{what} needs {needed} {dtype} scales"
@@ -372,8 +388,7 @@ def _without_ones(shape: tuple[int, ...]) -> list[int]:
     return [n for n in shape if n != 1]
 
 
-def _is_container_tag(scales) -> bool:
-    scales = np.asarray(scales)
+def _is_container_tag(scales: np.ndarray) -> bool:
     return scales.size == 1 and scales.dtype.kind == "f" and float(scales.reshape(-1)[0]) == _CONTAINER_TAG
 
 
@@ -391,6 +406,8 @@ def _rotated(x, function) -> np.ndarray:
     x = as_float32(x, "x")
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ShapeError(f"x must be [..., dim] with dim of at least 1, got shape {list(x.shape)}")
+    if x.shape[-1] > MAX_DIM:
+        raise ShapeError(f"x must be [..., dim] with dim of at most {MAX_DIM}, got shape {list(x.shape)}")
     y = np.empty(x.shape, np.float32)
     dim = x.shape[-1]
     check(function(floats(x), floats(y), x.size // dim, dim))

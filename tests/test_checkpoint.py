@@ -181,7 +181,35 @@ def test_shards_are_opened_when_needed(tmp_path):
         checkpoint.expert(1, 0)
 
 
+def test_activation(tmp_path):
+    tensors = separate(random_experts())
+    for number, (config, name) in enumerate(
+        (({}, "silu"), ({"hidden_act": None}, "silu"), ({"hidden_act": "gelu"}, "gelu"))
+    ):
+        assert Checkpoint(write_folder(tmp_path / str(number), tensors, config)).activation == name
+
+
 # What is refused
+
+
+def test_tensor_that_is_there_twice(tmp_path):
+    entry = '"model.layers.0.mlp.experts.0.w1.weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}'
+    header = f"{{{entry}, {entry}}}".encode()
+    file = tmp_path / "twice.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    message = r"twice\.safetensors: not a readable safetensors file: its header has model\..*\.w1\.weight twice"
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(file)
+
+
+def test_fp8_blocks_of_any_size(tmp_path):
+    """A block that is larger than the matrix, however much, is the matrix."""
+    experts = random_experts(1)
+    tensors = separate(experts, dtype=ml_dtypes.float8_e4m3fn)
+    expected = [tuple(2 * w.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) for w in experts[0])]
+    tensors |= {f"{name}_scale_inv": np.full((1, 1), 2, np.float32) for name in list(tensors)}
+    config = {"quantization_config": {"weight_block_size": [10**30, 10**30]}}
+    assert_same(Checkpoint(write_folder(tmp_path / "model", tensors, config)).expert(1, 0), expected[0])
 
 
 def test_nothing_there(tmp_path):

@@ -103,6 +103,37 @@ def run_elsewhere(folder, tmp_path, **environment):
     return json.loads(ended.stdout)
 
 
+def broken_libcoli(build_dir, tmp_path):
+    """Files for COLI_LIB, and why they cannot be used."""
+    text = tmp_path / "text.so"
+    text.write_text("not a library")
+    yield tmp_path / "absent.so", "cannot open shared object file"
+    yield text, "libcoli cannot be loaded from "
+    yield build_dir / "tests" / "stubs" / "stub_empty.so", "is not libcoli: it lacks coli_abi_version"
+
+
+def test_libcoli_that_cannot_be_loaded(build_dir, tmp_path):
+    for library, reason in broken_libcoli(build_dir, tmp_path):
+        report = run_elsewhere(tmp_path, tmp_path, COLI_LIB=str(library))
+        assert report["pycoli"]["version"] == pycoli.__version__
+        assert report["libcoli"]["path"] is None
+        assert str(library) in report["libcoli"]["why_not"]
+        assert reason in report["libcoli"]["why_not"]
+        assert report["processor"]["model"]
+        assert report["devices"] == []
+
+        environment = {**os.environ, "COLI_LIB": str(library)}
+        command = [sys.executable, "-m", "pycoli", "doctor"]
+        ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        line = next(line for line in ended.stdout.splitlines() if line.startswith("libcoli "))
+        assert line.split(maxsplit=1)[1].startswith("not loaded: ")
+
+        ended = subprocess.run([*command[:-1], "run"], capture_output=True, text=True, env=environment)
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert ended.stderr == f"pycoli run: {report['libcoli']['why_not']}\n"
+
+
 def test_checkout_that_hides_the_installed_package(tmp_path):
     shutil.copytree(
         Path(pycoli.__file__).parent, tmp_path / "pycoli", ignore=lambda _, names: {*names} & NOT_IN_CHECKOUT

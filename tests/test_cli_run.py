@@ -184,6 +184,21 @@ def test_device_of_choice(capsys, simulated_gpu, checkpoint):
         assert report["device"] == name
 
 
+def test_a_gpu_without_room(tmp_path, simt_lib):
+    """The device must be a small one from the start, so in a process of its own."""
+    environment = os.environ | {"COLI_CUDA_LIB": str(simt_lib), "SIMT_DEVICE_MB": "1"}
+    command = [sys.executable, "-m", "pycoli", "run", "--format", "f32", "--experts", "0", "--tokens", "1", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert report["device"] == "cpu"
+    assert "cudaErrorMemoryAllocation" in report["why"]
+    assert list(report["total"]["seconds_per_call"]) == ["cpu"]
+    done = subprocess.run([*command, "--device", "cuda"], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "cudaErrorMemoryAllocation" in done.stderr
+
+
 def test_experts_layers_and_seeds(capsys, no_gpu, tmp_path):
     folder = write_checkpoint(tmp_path / "model", layer_tensors(8) | layer_tensors(8, layer=5))
     code, report = run_json(capsys, folder, "--experts", "6,0-2,1")
@@ -331,7 +346,92 @@ def test_activations_that_do_not_fit(capsys, no_gpu, checkpoint, tmp_path, rows,
     assert message in err
 
 
+def write_npy(file, header):
+    """A .npy file of 4 KiB of zeros with any header."""
+    text = header.encode("latin-1").ljust(len(header) + (-len(header) - 11) % 64) + b"\n"
+    file.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(4096))
+
+
+HOSTILE_SHAPES = [
+    "(-1, 32)",
+    "(-1, 64)",
+    "(-2, -32)",
+    "(9223372036854775807, 64)",
+    "(9223372036854775807, 32)",
+    "(9223372036854775807,)",
+    "(1099511627776, 32)",
+    "('a', 32)",
+]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "(" * 9000,
+        "[" * 9000 + "]" * 9000,
+        "-" * 9000 + "1",
+        "\xff" * 100,
+        *(f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}" for shape in HOSTILE_SHAPES),
+    ],
+    ids=lambda header: header[:80],
+)
+def test_activations_with_hostile_headers(capsys, recwarn, no_gpu, checkpoint, tmp_path, header):
+    file = tmp_path / "rows.npy"
+    write_npy(file, header)
+    code, out, err = run(capsys, checkpoint, "--activations", file)
+    assert (code, out) == (2, "")
+    assert err == f"pycoli run: {file}: expected a .npy file of plain numbers, or a .safetensors file\n"
+    assert not recwarn.list
+
+
+def test_activations_in_a_damaged_archive(capsys, no_gpu, checkpoint, tmp_path):
+    file = tmp_path / "rows.npz"
+    file.write_bytes(b"PK\x03\x04" + bytes(100))
+    code, out, err = run(capsys, checkpoint, "--activations", file)
+    assert (code, out) == (2, "")
+    assert f"{file}: expected a .npy file of plain numbers" in err
+
+
 # Input that cannot be used
+
+
+def test_more_rows_than_there_is_memory_for(capsys, no_gpu, checkpoint):
+    code, out, err = run(capsys, checkpoint, "--tokens", "999999999")
+    assert (code, out) == (2, "")
+    assert err == "pycoli run: --tokens: expected at most 8388608, 1 GiB of rows of 32 float32, got 999999999\n"
+
+
+def test_layer_without_experts(capsys, no_gpu, tmp_path):
+    stem = "model.layers.0.mlp.experts."
+    tensors = {f"{stem}gate_up_proj": np.zeros((0, 12, 10), "f4"), f"{stem}down_proj": np.zeros((0, 10, 6), "f4")}
+    folder = write_checkpoint(tmp_path / "model", tensors, hidden_size=10)
+    code, out, err = run(capsys, folder)
+    assert (code, out) == (2, "")
+    assert f"{stem}gate_up_proj in {folder / 'model.safetensors'}: expected at least 1 expert" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_configuration_with_half_a_character(capsys, no_gpu, tmp_path):
+    folder = write_checkpoint(tmp_path / "model", layer_tensors(1), model_type="\ud800")
+    assert "\\ud800" in (folder / "config.json").read_text()
+    code, out, _ = run(capsys, folder, "--tokens", "1")
+    assert code == 0
+    assert f"{folder} (\\ud800)" in " ".join(out.split())
+    code, report = run_json(capsys, folder, "--tokens", "1")
+    assert (code, report["model_type"]) == (0, "\ud800")
+    folder = write_checkpoint(tmp_path / "other", layer_tensors(1), hidden_act="\ud800")
+    code, _, err = run(capsys, folder)
+    assert (code, err) == (2, f"pycoli run: {folder}: expected experts with the activation silu, got \\ud800\n")
+
+
+def test_whatever_reading_raises_names_the_file(capsys, no_gpu, monkeypatch, checkpoint):
+    def read(self, layer, expert):
+        raise OverflowError("too large\nfor this")
+
+    monkeypatch.setattr("pycoli.checkpoint.Checkpoint.expert", read)
+    code, out, err = run(capsys, checkpoint)
+    assert (code, out) == (2, "")
+    assert err == f"pycoli run: {checkpoint}: cannot be read: OverflowError: too large for this\n"
 
 
 @pytest.mark.parametrize(
@@ -340,6 +440,8 @@ def test_activations_that_do_not_fit(capsys, no_gpu, checkpoint, tmp_path, rows,
         (["--format", "e9"], "e9"),
         (["--experts", "4"], "--experts: expected experts from 0 to 3, got 4"),
         (["--experts", "2-1"], "--experts: expected experts from 0 to 3, got 2-1"),
+        (["--experts", "\u0661"], "--experts: expected numbers and ranges such as 0,3,5-7 or all, got '\u0661'"),
+        (["--device", "cuda:\u0660"], "--device: expected auto, cpu, cuda or cuda:N, got 'cuda:\u0660'"),
         (["--experts", "one"], "--experts: expected numbers and ranges such as 0,3,5-7 or all, got 'one'"),
         (["--layer", "2"], "layers with routed experts are 1, got layer 2"),
         (["--device", "gpu"], "--device: expected auto, cpu, cuda or cuda:N, got 'gpu'"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import pycoli
 from pycoli import _lib
 
 ROOT = Path(__file__).parent.parent
@@ -28,9 +29,9 @@ def test_every_function_is_bound():
     for name in sorted(names):
         try:
             getattr(_lib.lib, name)
-        except AttributeError:  # not declared; one that this library merely lacks gives ffi.error
+        except AttributeError:  # not declared; one that this library merely lacks gives BackendError
             missing.append(name)
-        except _lib.ffi.error:
+        except pycoli.BackendError:
             assert name.startswith("coli_cuda_")
     assert not missing
 
@@ -77,30 +78,58 @@ def test_generator_says_how_it_is_used():
     assert "usage: make_bindings.py HEADER... OUTPUT" in result.stderr
 
 
-def import_with(library):
+def use_with(library):
+    """The last line that Python says of the first use of pycoli with another libcoli; importing it is none."""
     environment = {**os.environ, "COLI_LIB": str(library)}
-    command = [sys.executable, "-c", "import pycoli"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True).stderr.strip().splitlines()[-1]
+    command = [sys.executable, "-c", "import pycoli; print(pycoli.__version__, flush=True); pycoli.formats()"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.stdout == f"{pycoli.__version__}\n"
+    return result.stderr.strip().splitlines()[-1]
 
 
 def test_libcoli_that_is_not_there(tmp_path):
-    said = import_with(tmp_path / "none.so")
+    said = use_with(tmp_path / "none.so")
     assert said.startswith("pycoli.errors.BackendError: libcoli cannot be loaded from ")
     assert str(tmp_path / "none.so") in said
     assert "COLI_LIB" in said
 
 
 def test_library_that_is_not_libcoli(build_dir):
-    said = import_with(build_dir / "tests" / "stubs" / "stub_empty.so")
+    said = use_with(build_dir / "tests" / "stubs" / "stub_empty.so")
     assert "stub_empty.so is not libcoli: it lacks coli_abi_version" in said
+
+
+def test_file_that_is_no_library():
+    said = use_with(Path(__file__))
+    assert said.startswith(f"pycoli.errors.BackendError: libcoli cannot be loaded from {__file__}: ")
 
 
 @pytest.mark.parametrize("major", [_lib.lib.COLI_ABI_MAJOR + 1, 99])
 def test_libcoli_of_another_abi(tmp_path, major):
     (tmp_path / "other.c").write_text(f"int coli_abi_version(void) {{ return {major * 1000 + 7}; }}")
     subprocess.run(["cc", "-shared", "-fPIC", "other.c", "-o", "other.so"], cwd=tmp_path, check=True)
-    said = import_with(tmp_path / "other.so")
+    said = use_with(tmp_path / "other.so")
     assert f"other.so has ABI {major}.7, pycoli was built for {_lib.lib.COLI_ABI_MAJOR}.x" in said
+
+
+def test_libcoli_that_lacks_a_function(tmp_path):
+    version = _lib.lib.COLI_ABI_MAJOR * 1000
+    (tmp_path / "part.c").write_text(f"int coli_abi_version(void) {{ return {version}; }}")
+    subprocess.run(["cc", "-shared", "-fPIC", "part.c", "-o", "part.so"], cwd=tmp_path, check=True)
+    assert "part.so is not a whole libcoli: it lacks coli_format_count" in use_with(tmp_path / "part.so")
+
+
+def test_settings_that_are_none():
+    for isa in ("avx9", "scalar\0", "\ud800"):
+        with pytest.raises(pycoli.ColiError, match="scalar"):
+            pycoli.cpu.set_isa(isa)
+    with pytest.raises(pycoli.DtypeError, match="name must be a str or None, got int 5"):
+        pycoli.cpu.set_isa(5)
+    for threads in (-1, 10**5, 2**31, 10**30):
+        with pytest.raises(pycoli.ArgumentError, match=f"got {threads}$"):
+            pycoli.cpu.set_threads(threads)
+    with pytest.raises(pycoli.DtypeError, match="count must be a whole number, got str '2'"):
+        pycoli.cpu.set_threads("2")
 
 
 def test_checkout_that_is_not_installed():

@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -92,6 +93,14 @@ def device(request, monkeypatch):
 
 
 @pytest.fixture
+def another_backend(simt_lib, tmp_path):
+    """The simulated GPU library once more, from another file."""
+    backend = pycoli.open_backend(shutil.copy(simt_lib, tmp_path / "another.so"))
+    yield backend
+    backend.shutdown()
+
+
+@pytest.fixture
 def old_backend(build_dir, monkeypatch):
     """A GPU library from before the E8 entry points."""
     path = build_dir / "tests" / "stubs" / "stub_old.so"
@@ -150,7 +159,7 @@ class TestMatmul:
         with refused(pycoli.DtypeError, "weights must be Weights or a Tensor, got ndarray"):
             pycoli.matmul(gaussian(1, 64), gaussian(5, 64))
 
-    @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "", -1, 1.5, True])
+    @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:\u0660", "cuda:" + 5000 * "9", "", -1, 1.5, True])
     def test_device_names_that_are_none(self, name):
         with refused(pycoli.ArgumentError, "device must be 'cpu', 'cuda' (cuda:0), 'cuda:N' or an ordinal", repr(name)):
             pycoli.matmul(gaussian(1, 64), pycoli.encode(gaussian(5, 64), "int8"), name)
@@ -280,6 +289,21 @@ class TestChoice:
             with refused(pycoli.DeviceError, "experts[1] must be on cuda:0 like experts[0], got cuda:1"):
                 pycoli.ExpertGroup([first, second])
 
+    def test_matrices_of_two_libraries(self, backend, another_backend):
+        gate, up, down = expert_weights()
+        x, devices = gaussian(1, 128), (pycoli.Device(0, backend), pycoli.Device(0, another_backend))
+        two = (f"cuda:0 of {backend.path}", f"cuda:0 of {another_backend.path}")
+        with pycoli.Tensor(gate, devices[0]) as first, pycoli.Tensor(up, devices[1]) as second:
+            with refused(pycoli.DeviceError, f"the matrices must be on one device, got {two[0]} and {two[1]}"):
+                pycoli.Expert(first, second, down)
+            with refused(pycoli.DeviceError, f"the matrices are on {two[1]}, got device {two[0]}"):
+                pycoli.matmul(x, second, devices[0])
+            assert pycoli.matmul(x, second, devices[1]).shape == pycoli.matmul(x, second, 0).shape == (1, 64)
+        with pycoli.Expert(gate, up, down, devices[0]) as first, pycoli.Expert(gate, up, down, devices[1]) as second:
+            np.testing.assert_array_equal(first(x), second(x))
+            with refused(pycoli.DeviceError, f"experts[1] must be on {two[0]} like experts[0], got {two[1]}"):
+                pycoli.ExpertGroup([first, second])
+
     def test_a_gpu_that_fails(self, backend, monkeypatch):
         weights, x = pycoli.encode(gaussian(5, 64), "e8"), gaussian(2, 64)
         monkeypatch.setenv("COLI_GPU_FAIL_AFTER", "0")
@@ -385,6 +409,9 @@ class TestTensor:
             pycoli.Tensor(weights, "cpu")
         with refused(pycoli.NotProvidedError, "int3-g64"):
             pycoli.Tensor(pycoli.encode(gaussian(9, 300), "int3-g64"))
+
+    def test_one_that_was_never_made(self, recwarn):
+        object.__new__(pycoli.Tensor).__del__()
 
     def test_shutdown_frees(self, backend):
         tensor = pycoli.Tensor(pycoli.encode(gaussian(9, 300), "e8"))
@@ -593,9 +620,16 @@ class TestGroup:
             pycoli.ExpertGroup([])
         with refused(pycoli.DtypeError, "experts[1] must be an Expert, got int"):
             pycoli.ExpertGroup([expert, 3])
+        for wrong in (5, None):
+            with refused(pycoli.DtypeError, f"experts must be a sequence of Expert, got {type(wrong).__name__}"):
+                pycoli.ExpertGroup(wrong)
         with refused(pycoli.ShapeError, "experts[1] must have the shape of experts[0], [64, 128], got [64, 64]"):
             pycoli.ExpertGroup([expert, narrow])
         group = pycoli.ExpertGroup([expert, expert])
+        for wrong in (5, None, np.float32(1)):
+            for call in (group, group.issue):
+                with refused(pycoli.DtypeError, f"one array for each of 2 experts, got {type(wrong).__name__}"):
+                    call(wrong)
         with refused(pycoli.ShapeError, "one array for each of 2 experts, got 3"):
             group([gaussian(1, 128)] * 3)
         with refused(pycoli.ShapeError, "x[1] must be [..., 128]", "got shape [1, 64]"):
@@ -614,7 +648,14 @@ class TestBackend:
     def test_entry_points_and_features(self, backend):
         assert backend.has("coli_cuda_matmul")
         assert backend.has("matmul")
-        assert not backend.has("coli_cuda_no_such_thing")
+        for name in ("coli_cuda_no_such_thing", "init\0zzz", "coli_cuda_init\0", "\ud800"):
+            assert not backend.has(name)
+        for wrong in (None, 5, b"init"):
+            with refused(pycoli.DtypeError, "name must be that of an entry point", repr(wrong)):
+                backend.has(wrong)
+        for wrong in ("e8\0", "matmul\0zzz", "\ud800", 5, None):
+            with refused(pycoli.ArgumentError, f"no feature {wrong!r}; there are"):
+                backend.why_not(wrong)
         assert {"e8", "int4-g64", "matmul", "expert_group", "download"} <= set(backend.features())
         assert backend.why_not("e8") is None
         assert backend.why_not("int4-g32") is None
@@ -643,6 +684,12 @@ class TestBackend:
             pycoli.open_backend(stubs / "stub_empty.so")
         with refused(pycoli.BackendError, "stub_future.so", "ABI 99"):
             pycoli.open_backend(stubs / "stub_future.so")
+        for name in (f"{stubs / 'stub_old.so'}\0y", "/\ud800"):
+            with refused(pycoli.BackendError, f"cannot be loaded from {name!r}: no file can have that name"):
+                pycoli.open_backend(name)
+        for wrong in (5, 1.5, ["a"]):
+            with refused(pycoli.DtypeError, "path must be a str or path, got", repr(wrong)):
+                pycoli.open_backend(wrong)
 
     def test_no_device(self, simt_lib):
         run(
@@ -773,7 +820,58 @@ class TestFirstE8Library:
 
 
 class TestProcess:
-    """What happens around interpreter exit and fork."""
+    """What happens around the first use, interpreter exit and fork."""
+
+    def test_first_use_by_two_threads(self, simt_lib):
+        """A thread that comes while another prepares the devices waits until they are there."""
+        run(
+            """
+            import threading, time
+            import pycoli
+            from pycoli import backend
+
+            preparing, prepare = threading.Event(), backend.Slot
+
+            def slowly():
+                preparing.set()
+                time.sleep(0.3)
+                return prepare()
+
+            backend.Slot = slowly
+            first = threading.Thread(target=pycoli.Device)
+            first.start()
+            assert preparing.wait(60)
+            assert pycoli.Device("cuda:1").ordinal == 1
+            first.join()
+            """,
+            COLI_CUDA_LIB=simt_lib,
+        )
+
+    def test_workers_that_are_forked(self):
+        """They compute on the CPU, each with one thread: those of the parent's team are not in the fork."""
+        run(
+            """
+            import multiprocessing
+            import warnings
+            import numpy as np
+            import pycoli
+
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads, which is what this is about
+            weights = pycoli.encode(np.ones((512, 2048), np.float32), "e8")
+            x = np.ones((16, 2048), np.float32)
+
+            def work(_):
+                return pycoli.cpu.threads(), pycoli.matmul(x, weights, "cpu")
+
+            pycoli.cpu.set_threads(2)
+            expected = work(0)[1]
+            with multiprocessing.get_context("fork").Pool(2) as pool:
+                for threads, y in pool.map_async(work, range(4)).get(timeout=30):
+                    assert threads == 1
+                    assert np.array_equal(y, expected)
+            assert pycoli.cpu.threads() == 2
+            """,
+        )
 
     LEAVE_EVERYTHING_OPEN = """
         import numpy as np

@@ -1,5 +1,6 @@
 """formats(), rotate(), encode() and Weights: what goes in, what comes out, and what is refused in which words."""
 
+import mmap
 import pickle
 import re
 
@@ -124,19 +125,21 @@ def test_contradicting_options():
     for fmt in ("int8", "e8", "f32"):
         with refused(pycoli.FormatError, f"{fmt} has no groups of columns, got group_size=32"):
             pycoli.encode(w, fmt, group_size=32)
-    for group_size in (0, -1, 2.5, "64"):
+    for group_size in (0, -1, 2.5, "64", True, 2**31):
         with refused(pycoli.ArgumentError, "group_size must be a whole number", repr(group_size)):
             pycoli.encode(w, "int4", group_size=group_size)
 
 
-@pytest.mark.parametrize("fmt", ["e9", "", "e", "e88", "int4g64"])
+@pytest.mark.parametrize("fmt", ["e9", "", "e", "e88", "int4g64", "e8\0", "e8\0junk", "\ud800"])
 def test_unknown_format(fmt):
     with pytest.raises(pycoli.FormatError) as error:
         pycoli.encode(gaussian(4, 64), fmt)
     assert "int3-g64" in str(error.value), "the message lists the formats that there are"
 
 
-@pytest.mark.parametrize("fmt", ["int4-g", "int4-g0", "int4-g-1", "int4-gx", "int4-g64x", "int4-g2147483648"])
+@pytest.mark.parametrize(
+    "fmt", ["int4-g", "int4-g0", "int4-g-1", "int4-gx", "int4-g64x", "int4-g6\u0664", "int4-g2147483648"]
+)
 def test_group_of_no_size(fmt):
     with refused(pycoli.FormatError, "needs a group of at least 1 column", f'"{fmt}"'):
         pycoli.encode(gaussian(4, 64), fmt)
@@ -204,8 +207,16 @@ def test_objects_that_are_no_arrays():
         def __array__(self, dtype=None, copy=None):
             raise TypeError("copy me to the host first")
 
+    elsewhere = OnAnotherDevice()
     with refused(pycoli.DtypeError, "w cannot be read as a numpy array: copy me to the host first"):
-        pycoli.encode(OnAnotherDevice(), "e8")
+        pycoli.encode(elsewhere, "e8")
+    for fmt, scales in (("e8", elsewhere), ("int8", elsewhere), ("mxfp4", elsewhere)):
+        data = pycoli.encode(gaussian(1, 256), fmt).data
+        with refused(pycoli.DtypeError, "scales cannot be read as a numpy array: copy me to the host first"):
+            pycoli.Weights.from_bytes(data, fmt=fmt, shape=(1, 256), scales=scales)
+    for options in ({"data": elsewhere}, {"data": bytes(98), "codebook": elsewhere}):
+        with refused(pycoli.DtypeError, "cannot be read as a numpy array: copy me to the host first"):
+            pycoli.Weights.from_bytes(**options, fmt="e8", shape=(1, 256))
     with refused(pycoli.DtypeError, "got object"):
         pycoli.encode(None, "e8")
     with refused(pycoli.DtypeError, "data must be bytes or a uint8 array, got list"):
@@ -224,6 +235,15 @@ def test_rotate_needs_a_dimension():
             pycoli.rotate(np.zeros(shape, np.float32))
 
 
+def test_dimensions_that_c_cannot_count():
+    row = np.zeros(2**31, np.float32)  # never touched, so it takes no memory
+    for rotate in (pycoli.rotate, pycoli.unrotate):
+        with refused(pycoli.ShapeError, "x must be [..., dim] with dim of at most 2147483647, got shape [2147483648]"):
+            rotate(row)
+    with refused(pycoli.ShapeError, "both at most 2147483647, got shape [1, 2147483648]"):
+        pycoli.encode(row[None], "int8")
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("fmt", ["e8", "int8", "f32"])
 def test_encode_names_the_first_number_that_is_not_finite(fmt, value):
@@ -234,8 +254,10 @@ def test_encode_names_the_first_number_that_is_not_finite(fmt, value):
 
 
 def test_encode_refuses_what_overflows_in_the_rotation():
-    with pytest.raises(pycoli.NotFiniteError):
-        pycoli.encode(np.full((1, 256), 3e38, np.float32), "e8")
+    w = np.full((1, 256), 3e38, np.float32)
+    with refused(pycoli.NotFiniteError, "rotating overflows float32: w has magnitudes up to 3e+38"):
+        pycoli.encode(w, "e8")
+    assert np.isfinite(pycoli.encode(w, "f32").decode()).all()
 
 
 class TestFromBytes:
@@ -320,11 +342,50 @@ class TestFromBytes:
         weights = pycoli.Weights.from_bytes(data, fmt="fp8-e4m3-b128", shape=(1, 2), scales=np.ones((1, 1), np.float32))
         np.testing.assert_array_equal(weights.decode(), values)
 
-    def test_read_only_memory_is_shared_and_writable_memory_is_copied(self):
-        frozen = bytes(range(4))
-        weights = pycoli.Weights.from_bytes(frozen, fmt="int8", shape=(1, 4), scales=np.ones(1, np.float32))
-        assert np.shares_memory(weights.data, np.frombuffer(frozen, np.uint8))
+    def test_immutable_memory_is_shared(self, tmp_path):
+        file = tmp_path / "weights"
+        file.write_bytes(bytes(range(4)))
+        frozen, options = bytes(range(4)), {"fmt": "int8", "shape": (1, 4)}
+        scales = np.frombuffer(np.ones(1, np.float32).tobytes(), np.float32)
+        with open(file, "rb") as opened:
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        for source in (
+            frozen,
+            memoryview(frozen),
+            np.frombuffer(frozen, np.uint8).reshape(2, 2),
+            mapped,
+            np.memmap(file, np.uint8, "r"),
+        ):
+            weights = pycoli.Weights.from_bytes(source, scales=scales, **options)
+            assert np.shares_memory(weights.data, np.asarray(memoryview(source)))
+            assert np.shares_memory(weights.scales, scales)
+            np.testing.assert_array_equal(weights.decode(), [[0, 1, 2, 3]])
 
+    def test_what_somebody_can_write_to_is_copied(self, tmp_path):
+        """Read-only views too: of memory that is writable by another name, or that its owner can make writable."""
+        file = tmp_path / "weights"
+        file.write_bytes(bytes(4))
+        memory = [bytearray(4), np.zeros(4, np.uint8), np.memmap(file, np.uint8, "r+"), np.memmap(file, np.uint8, "c")]
+        read_only = [memoryview(memory[0]).toreadonly(), *(m.view() for m in memory[1:])]
+        read_only += [np.frombuffer(memory[0], np.uint8), np.asarray(read_only[0])]
+        locked = np.zeros(4, np.uint8)
+        locked.flags.writeable = False
+        for array in read_only[1:]:
+            array.flags.writeable = False
+        owner, scales = bytearray(4), bytearray(np.ones(1, np.float32))
+        options = {"fmt": "int8", "shape": (1, 4)}
+        shown = np.frombuffer(memoryview(scales).toreadonly(), np.float32)
+        made = [pycoli.Weights.from_bytes(s, scales=shown, **options) for s in (*read_only, locked, owner)]
+        for writable in (*memory, owner):
+            writable[:] = b"9999" if isinstance(writable, bytearray) else 9
+        locked.flags.writeable = True
+        locked[:] = 9
+        scales[:] = np.full(1, 7, np.float32).tobytes()
+        for weights in made:
+            np.testing.assert_array_equal(weights.decode(), np.zeros((1, 4)))
+            np.testing.assert_array_equal(weights.scales, [1])
+
+    def test_read_only_views_of_arrays_are_copied(self):
         writable, scales = np.arange(4, dtype=np.uint8), np.ones(1, np.float32)
         view = writable.view()
         view.flags.writeable = False

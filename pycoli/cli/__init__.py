@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .. import cpu
-from ..errors import ColiError, DeviceError, OutOfMemoryError
+from .. import _lib
+from ..errors import ColiError, DeviceError
 from . import doctor, run
-from .report import BAD_INPUT, NOBODY_READS, WRONG_RESULT, add_options
+from .report import BAD_INPUT, NOBODY_READS, WRONG_RESULT, add_options, say
 
 _COMMANDS = {"run": run.command, "doctor": doctor.command}
 
@@ -25,17 +25,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
         return NOBODY_READS
-    except (ColiError, OSError) as error:
-        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
-        print(f"pycoli {options.command}: {text}", file=sys.stderr)
-        return WRONG_RESULT if isinstance(error, (DeviceError, OutOfMemoryError)) else BAD_INPUT
+    except (ColiError, OSError, MemoryError) as error:
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        line = " ".join((text or "out of memory").splitlines())
+        say(f"pycoli {options.command}: {line}", sys.stderr)
+        return WRONG_RESULT if isinstance(error, (DeviceError, MemoryError)) else BAD_INPUT
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pycoli", description="Low-bit expert weights of mixture-of-experts models on GPUs and CPUs."
     )
-    parser.add_argument("--version", action="version", version=f"pycoli {cpu.version()}")
+    parser.add_argument("--version", action="version", version=f"pycoli {_lib.version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     run = commands.add_parser(

@@ -56,16 +56,8 @@ def examine() -> dict:
             "packages": {name: _package_version(name) for name in PACKAGES},
             "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         },
-        "libcoli": {"path": cpu.library_path(), "version": cpu.version(), "build": cpu.build_info()},
-        "processor": {
-            "model": _processor(),
-            "instruction_sets": _instruction_sets(),
-            "used": cpu.isa(),
-            "threads": cpu.threads(),
-            "warning": isa_warning(),
-        },
         "driver": _driver(),
-        **_gpu_library(),
+        **_libraries(),
     }
 
 
@@ -84,19 +76,30 @@ def _hidden_installation() -> str | None:
     return bindings if bindings in pycoli.__path__[1:] else None
 
 
+def _libraries() -> dict:
+    """What libcoli says of itself, the processor and the GPU library; or why it cannot be loaded, and nothing works."""
+    model = _processor()
+    try:
+        libcoli = {"path": cpu.library_path(), "version": cpu.version(), "build": cpu.build_info()}
+        use = {
+            "instruction_sets": _instruction_sets(),
+            "used": cpu.isa(),
+            "threads": cpu.threads(),
+            "warning": isa_warning(),
+        }
+    except ColiError as error:
+        unusable = _unusable_gpu_library("libcoli, which loads it, is not loaded", [])
+        return {"libcoli": {"path": None, "why_not": str(error)}, "processor": {"model": model}, **unusable}
+    return {"libcoli": libcoli, "processor": {"model": model, **use}, **_gpu_library()}
+
+
 def _gpu_library() -> dict:
     """The GPU library's part of the report: file, entry points, features, devices."""
     names = sorted(name for name in dir(lib) if name.startswith("coli_cuda_"))
     try:
         backend = pycoli.open_backend()
     except ColiError as error:
-        return {
-            "libcoli_cuda": {"path": None, "why_not": str(error)},
-            "entry_points": dict.fromkeys(names, False),
-            "features": {},
-            "devices": [],
-            "why_no_device": str(error),
-        }
+        return _unusable_gpu_library(str(error), names)
     devices = backend.devices()
     return {
         "libcoli_cuda": {"path": backend.path, "version": backend.version, "build": backend.build_info},
@@ -104,6 +107,16 @@ def _gpu_library() -> dict:
         "features": {feature: backend.why_not(feature) for feature in backend.features()},
         "devices": [_device(name) for name in devices],
         "why_no_device": backend.why_no_device(),
+    }
+
+
+def _unusable_gpu_library(reason: str, names: list[str]) -> dict:
+    return {
+        "libcoli_cuda": {"path": None, "why_not": reason},
+        "entry_points": dict.fromkeys(names, False),
+        "features": {},
+        "devices": [],
+        "why_no_device": reason,
     }
 
 
@@ -169,25 +182,17 @@ def _package_version(name: str) -> str | None:
 
 
 def _as_text(report: dict) -> str:
-    system, processor, gpu = report["system"], report["processor"], report["libcoli_cuda"]
+    system = report["system"]
     packages = ", ".join(f"{name} {version or 'missing'}" for name, version in system["packages"].items())
     environment = ", ".join(f"{name}={value}" for name, value in system["environment"].items())
     entries = [
         ("pycoli", _package_lines(report["pycoli"])),
         ("system", [f"{system['os']}, {system['platform']}", f"{system['python']}, {packages}"]),
         ("environment", [environment or "none of " + ", ".join(ENVIRONMENT)]),
-        ("libcoli", [report["libcoli"]["path"], report["libcoli"]["build"]]),
-        (
-            "processor",
-            [
-                processor["model"],
-                f"instruction sets {', '.join(processor['instruction_sets'])}; {processor['used']} is used, "
-                f"with {processor['threads']} threads",
-                *filter(None, [processor["warning"]]),
-            ],
-        ),
+        ("libcoli", _library_lines(report["libcoli"])),
+        ("processor", _processor_lines(report["processor"])),
         ("driver", [report["driver"]["nvidia"] or "no NVIDIA kernel driver", *report["driver"]["boards"]]),
-        ("libcoli_cuda", _library_lines(gpu)),
+        ("libcoli_cuda", _library_lines(report["libcoli_cuda"])),
         ("entry points", _entry_point_lines(report["entry_points"])),
         ("features", _feature_lines(report["features"])),
         ("devices", _device_lines(report)),
@@ -202,13 +207,26 @@ def _package_lines(package: dict) -> list[str]:
     return lines
 
 
-def _library_lines(gpu: dict) -> list[str]:
-    if gpu["path"] is None:
-        return [f"not loaded: {gpu['why_not']}"]
-    return [gpu["path"], gpu["build"] or f"version {gpu['version'] or 'unknown'}: an older library"]
+def _library_lines(library: dict) -> list[str]:
+    if library["path"] is None:
+        return [f"not loaded: {library['why_not']}"]
+    return [library["path"], library["build"] or f"version {library['version'] or 'unknown'}: an older library"]
+
+
+def _processor_lines(processor: dict) -> list[str]:
+    if "used" not in processor:
+        return [processor["model"]]
+    sets = f"instruction sets {', '.join(processor['instruction_sets'])}; {processor['used']} is used"
+    return [
+        processor["model"],
+        f"{sets}, with {processor['threads']} threads",
+        *filter(None, [processor["warning"]]),
+    ]
 
 
 def _entry_point_lines(entry_points: dict[str, bool]) -> list[str]:
+    if not entry_points:
+        return ["unknown without libcoli"]
     missing = [name for name, resolved in entry_points.items() if not resolved]
     lines = [f"{len(entry_points) - len(missing)} of {len(entry_points)} resolved"]
     if 0 < len(missing) < len(entry_points):

@@ -12,7 +12,7 @@ import numpy as np
 import pycoli
 
 from ..checkpoint import ExpertWeights
-from ..errors import CheckpointError, NotFiniteError
+from ..errors import CheckpointError, NotFiniteError, ShapeError
 
 ROWS_PER_CALL = 16
 """Rows given to an expert at once; up to this number every device keeps `ERROR_LIMIT`."""
@@ -110,7 +110,7 @@ def measure(
     for name, source in zip(("gate", "up", "down"), original.sources, strict=True):
         try:
             encoded.append(pycoli.encode(getattr(original, name), fmt))
-        except NotFiniteError as error:
+        except (NotFiniteError, ShapeError) as error:
             raise CheckpointError(f"{source}: expert {number}, {name} matrix: {error}") from error
         encoded_one()
     nbytes, weights = sum(w.nbytes for w in encoded), sum(w.shape[0] * w.shape[1] for w in encoded)

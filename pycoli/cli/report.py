@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from ..errors import ArgumentError
 
@@ -42,12 +44,20 @@ def check_output(options: argparse.Namespace) -> None:
         file.unlink()
 
 
+def say(text: str, file: TextIO | None = None) -> None:
+    """Prints text, by default to standard output. What the file's encoding lacks comes as escapes, whatever a
+    checkpoint's names hold."""
+    file = file or sys.stdout
+    encoding = file.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=file)
+
+
 def write_report(report: dict, text: str, options: argparse.Namespace) -> None:
     """Prints the report as text or JSON, and writes it to a file, as the options say."""
     encoded = json.dumps(report, indent=2, allow_nan=False)
     if options.output is not None:
         Path(options.output).write_text(encoded + "\n")
-    print(encoded if options.json else text)
+    say(encoded if options.json else text)
 
 
 def sections(entries: Sequence[tuple[str, Sequence[str]]]) -> str:

@@ -9,8 +9,11 @@ import argparse
 import importlib.resources
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from warnings import catch_warnings, simplefilter
 
 import numpy as np
 from tqdm import tqdm
@@ -19,13 +22,16 @@ import pycoli
 
 from ..backend import NOT_INSTALLED
 from ..checkpoint import Checkpoint, number_ranges, recorded_input_name
-from ..errors import ArgumentError, CheckpointError, ColiError
+from ..errors import ArgumentError, CheckpointError, ColiError, OutOfMemoryError
 from ..tensorfile import TensorFile
 from .doctor import isa_warning
 from .measure import ERROR_LIMIT, ROWS_PER_CALL, TIMING_CALLS, UNRELATED, Measurement, measure
 from .report import RIGHT, WRONG_RESULT, check_output, sections, table, write_report
 
 DEFAULT_TOKENS = 64
+
+MAX_ROW_BYTES = 2**30
+"""Of the activations in float32; the comparison takes several times as much."""
 
 
 @dataclass(frozen=True)
@@ -50,32 +56,33 @@ def command(options: argparse.Namespace) -> int:
     if warning := isa_warning():
         print(f"pycoli run: {warning}", file=sys.stderr)
     if options.checkpoint is not None:
-        return _run(options, Checkpoint(options.checkpoint), options.checkpoint)
+        return _run(options, options.checkpoint, options.checkpoint)
     sample = importlib.resources.files("pycoli") / "data" / "sample.safetensors"
     with importlib.resources.as_file(sample) as path:
-        return _run(options, Checkpoint(path), "the sample")
+        return _run(options, path, "the sample")
 
 
-def _run(options: argparse.Namespace, checkpoint: Checkpoint, name: str) -> int:
-    if checkpoint.activation not in ("silu", "swish"):
-        raise CheckpointError(f"{name}: expected experts with the activation silu, got {checkpoint.activation}")
-    layer = checkpoint.moe_layers()[0] if options.layer is None else options.layer
-    experts = parse_experts(options.experts, checkpoint.expert_count(layer))
+def _run(options: argparse.Namespace, path: str | Path, name: str) -> int:
+    with _reading(path):
+        checkpoint = Checkpoint(path)
+        if checkpoint.activation not in ("silu", "swish"):
+            raise CheckpointError(f"{name}: expected experts with the activation silu, got {checkpoint.activation}")
+        layer = checkpoint.moe_layers()[0] if options.layer is None else options.layer
+        experts = parse_experts(options.experts, checkpoint.expert_count(layer))
+        inner, hidden = checkpoint.expert(layer, experts[0]).gate.shape
     devices = choose_devices(options.format, options.device)
-    activations = load_activations(options, checkpoint, layer, checkpoint.expert(layer, experts[0]).gate.shape[1])
-
-    measurements = []
-    # disable=None: no bar where standard error is not a terminal.
-    with tqdm(total=3 * len(experts), desc=f"encode {options.format}", unit="matrix", disable=None, leave=False) as bar:
-        for number in experts:
-            original = checkpoint.expert(layer, number)
-            rows = activations.rows
-            measurements.append(measure(number, original, options.format, rows, devices.names, bar.update))
+    activations = load_activations(options, checkpoint, layer, hidden)
+    try:
+        measurements = _measure_all(options.format, checkpoint, layer, experts, activations, devices)
+    except OutOfMemoryError as error:
+        if options.device != "auto" or devices.names == ("cpu",):
+            raise
+        devices = Devices(("cpu",), str(error))
+        measurements = _measure_all(options.format, checkpoint, layer, experts, activations, devices)
     total = Measurement(None, options.format)
     for measurement in measurements:
         total.merge(measurement)
 
-    inner, hidden = original.gate.shape
     wrong = [reason for measurement in measurements for reason in measurement.wrong()]
     report = {
         "checkpoint": str(checkpoint.path),
@@ -100,13 +107,38 @@ def _run(options: argparse.Namespace, checkpoint: Checkpoint, name: str) -> int:
     return WRONG_RESULT if wrong else RIGHT
 
 
+def _measure_all(
+    fmt: str, checkpoint: Checkpoint, layer: int, experts: list[int], activations: Activations, devices: Devices
+) -> list[Measurement]:
+    """Measures the experts one after the other."""
+    measurements = []
+    # disable=None: no bar where standard error is not a terminal.
+    with tqdm(total=3 * len(experts), desc=f"encode {fmt}", unit="matrix", disable=None, leave=False) as bar:
+        for number in experts:
+            with _reading(checkpoint.path):
+                original = checkpoint.expert(layer, number)
+            measurements.append(measure(number, original, fmt, activations.rows, devices.names, bar.update))
+    return measurements
+
+
+@contextmanager
+def _reading(path: str | Path) -> Iterator[None]:
+    """Makes a CheckpointError that names the file of whatever Python and numpy raise at hostile contents."""
+    try:
+        yield
+    except (ColiError, OSError):
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+
+
 def parse_experts(text: str, count: int) -> list[int]:
     """``"0,3,5-7"`` or ``"all"`` as ascending numbers below ``count``."""
     if text == "all":
         return list(range(count))
     chosen: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
+        match = re.fullmatch(r"\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6})\s*)?", part)
         if not match:
             raise ArgumentError(f"--experts: expected numbers and ranges such as 0,3,5-7 or all, got {text!r}")
         first, last = int(match[1]), int(match[2] or match[1])
@@ -124,7 +156,7 @@ def choose_devices(fmt: str, wanted: str) -> Devices:
     ColiError
         There is no such format or it cannot be encoded, or the wanted device cannot take it.
     """
-    if wanted not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d{1,6})?", wanted):
+    if wanted not in ("auto", "cpu") and not re.fullmatch(r"cuda(:[0-9]{1,6})?", wanted):
         raise ArgumentError(f"--device: expected auto, cpu, cuda or cuda:N, got {wanted!r}")
     probe = pycoli.encode(np.zeros((1, 1), np.float32), fmt)
     if wanted == "cpu":
@@ -140,23 +172,33 @@ def choose_devices(fmt: str, wanted: str) -> Devices:
 
 def load_activations(options: argparse.Namespace, checkpoint: Checkpoint, layer: int, hidden: int) -> Activations:
     """The rows to run: those of ``--activations``, else the recorded ones, else Gaussian ones."""
-    if options.activations is not None:
-        rows, source = _read_activations(options.activations, layer, hidden)
-    elif (recorded := checkpoint.recorded_input(layer)) is not None:
-        rows, source = recorded, f"recorded inputs of layer {layer}"
-    else:
-        generator = np.random.default_rng(options.seed)
-        rows = generator.standard_normal((options.tokens or DEFAULT_TOKENS, hidden), np.float32)
-        source = f"Gaussian random rows (seed {options.seed}), not real activations"
-    if rows.ndim != 2 or rows.shape[1] != hidden or len(rows) == 0:
-        raise ArgumentError(f"{source}: expected activations of shape [tokens, {hidden}], got {list(rows.shape)}")
-    if options.tokens is not None and options.tokens > len(rows):
-        raise ArgumentError(f"--tokens: expected at most {len(rows)}, the rows of {source}, got {options.tokens}")
-    with np.errstate(over="ignore"):
-        rows = np.ascontiguousarray(rows[: options.tokens or DEFAULT_TOKENS], np.float32)
+    tokens = options.tokens or DEFAULT_TOKENS
+    with _reading(options.activations or checkpoint.path):
+        if options.activations is not None:
+            rows, source = _read_activations(options.activations, layer, hidden)
+        else:
+            rows, source = checkpoint.recorded_input(layer), f"recorded inputs of layer {layer}"
+        if rows is None:
+            _check_room(tokens, hidden)
+            rows = np.random.default_rng(options.seed).standard_normal((tokens, hidden), np.float32)
+            source = f"Gaussian random rows (seed {options.seed}), not real activations"
+        if rows.ndim != 2 or rows.shape[1] != hidden or len(rows) == 0:
+            raise ArgumentError(f"{source}: expected activations of shape [tokens, {hidden}], got {list(rows.shape)}")
+        if options.tokens is not None and tokens > len(rows):
+            raise ArgumentError(f"--tokens: expected at most {len(rows)}, the rows of {source}, got {tokens}")
+        _check_room(tokens, hidden)
+        with np.errstate(over="ignore"):
+            rows = np.ascontiguousarray(rows[:tokens], np.float32)
     if not np.isfinite(rows).all():
         raise ArgumentError(f"{source}: expected finite activations, got NaN or infinity")
     return Activations(rows, source)
+
+
+def _check_room(tokens: int, hidden: int) -> None:
+    most = MAX_ROW_BYTES // (4 * hidden)
+    if tokens > most:
+        room = f"{MAX_ROW_BYTES / 2**30:g} GiB of rows of {hidden} float32"
+        raise ArgumentError(f"--tokens: expected at most {most}, {room}, got {tokens}")
 
 
 def _read_activations(argument: str, layer: int, hidden: int) -> tuple[np.ndarray, str]:
@@ -170,8 +212,12 @@ def _read_activations(argument: str, layer: int, hidden: int) -> tuple[np.ndarra
         source = f"{tensor} of {path}"
     else:
         try:
-            rows = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
+            with catch_warnings():
+                simplefilter("ignore")
+                rows = np.load(path, mmap_mode="r", allow_pickle=False)
+        except OSError:
+            raise
+        except Exception as error:  # numpy evaluates the header as Python, and maps what it says
             raise ArgumentError(f"{path}: expected a .npy file of plain numbers, or a .safetensors file") from error
         source = path
         if not isinstance(rows, np.ndarray) or rows.dtype.kind != "f":
