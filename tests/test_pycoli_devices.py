@@ -300,7 +300,7 @@ class TestChoice:
                 pycoli.matmul(x, second, devices[0])
             assert pycoli.matmul(x, second, devices[1]).shape == pycoli.matmul(x, second, 0).shape == (1, 64)
         with pycoli.Expert(gate, up, down, devices[0]) as first, pycoli.Expert(gate, up, down, devices[1]) as second:
-            np.testing.assert_array_equal(first(x), second(x))
+            np.testing.assert_allclose(first(x), second(x), rtol=1e-5, atol=1e-6)  # bits hold within one library
             with refused(pycoli.DeviceError, f"experts[1] must be on {two[0]} like experts[0], got {two[1]}"):
                 pycoli.ExpertGroup([first, second])
 

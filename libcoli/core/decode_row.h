@@ -5,6 +5,10 @@
 #ifndef COLI_CORE_DECODE_ROW_H
 #define COLI_CORE_DECODE_ROW_H
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "../formats/geometry.h"
 #include "../include/coli/coli.h"
 #include "parallel.h"
@@ -55,47 +59,73 @@ static void fp8_lanes(const uint8_t *row, int first, int count, float *w) {
 #define E8_LANES_A_BLOCK (COLI_E8_BLOCK / COLI_LANE)
 #define E8_LANES_A_WORD (COLI_E8_SUBBLOCK / COLI_LANE)
 
-/* What the lanes of a sub-block share. */
-typedef struct e8_subblock {
-    const uint8_t *indices;
-    uint32_t word;
-    float subscale;
-} e8_subblock;
+/* The 32 weights of a sub-block, each as coli_e8_weight() gives it, from its 8 indices, its 32 signs and its sub-scale. The
+ * vector forms read the codebook as floats, byte * 0.5, and flip signs by the bits of one word. */
+#if defined(__AVX512F__)
+static inline void e8_subblock(const float *magnitudes, const uint8_t *index, uint32_t signs, float subscale, float *w) {
+    const __m512 scale = _mm512_set1_ps(subscale);
+    const __m512i sign_bit = _mm512_set1_epi32((int)0x80000000u);
+    for (int half = 0; half < 2; half++, index += 4, signs >>= 16, w += 16) {
+        __m512 entries = _mm512_castps128_ps512(_mm_loadu_ps(magnitudes + 4 * (size_t)index[0]));
+        entries = _mm512_insertf32x4(entries, _mm_loadu_ps(magnitudes + 4 * (size_t)index[1]), 1);
+        entries = _mm512_insertf32x4(entries, _mm_loadu_ps(magnitudes + 4 * (size_t)index[2]), 2);
+        entries = _mm512_insertf32x4(entries, _mm_loadu_ps(magnitudes + 4 * (size_t)index[3]), 3);
+        __m512i weights = _mm512_castps_si512(_mm512_mul_ps(entries, scale));
+        weights = _mm512_mask_xor_epi32(weights, (__mmask16)signs, weights, sign_bit);
+        _mm512_storeu_ps(w, _mm512_castsi512_ps(weights));
+    }
+}
+#elif defined(__AVX2__)
+static inline void e8_subblock(const float *magnitudes, const uint8_t *index, uint32_t signs, float subscale, float *w) {
+    const __m256 scale = _mm256_set1_ps(subscale), sign_bit = _mm256_set1_ps(-0.0f);
+    const __m256i to_sign_bit = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
+    for (int lane = 0; lane < E8_LANES_A_WORD; lane++, index += 2, signs >>= 8, w += 8) {
+        __m256 entries = _mm256_castps128_ps256(_mm_loadu_ps(magnitudes + 4 * (size_t)index[0]));
+        entries = _mm256_insertf128_ps(entries, _mm_loadu_ps(magnitudes + 4 * (size_t)index[1]), 1);
+        __m256i shifted = _mm256_sllv_epi32(_mm256_set1_epi32((int)signs), to_sign_bit);
+        __m256 flips = _mm256_and_ps(_mm256_castsi256_ps(shifted), sign_bit);
+        _mm256_storeu_ps(w, _mm256_xor_ps(_mm256_mul_ps(entries, scale), flips));
+    }
+}
+#else
+static inline void e8_subblock(const float *magnitudes, const uint8_t *index, uint32_t signs, float subscale, float *w) {
+    for (int i = 0; i < COLI_E8_SUBBLOCK; i++) {
+        float weight = magnitudes[4 * (size_t)index[i / 4] + i % 4] * subscale;
+        w[i] = coli_bits_to_f32(coli_f32_to_bits(weight) ^ (signs >> i & 1u) << 31);
+    }
+}
+#endif
 
-static e8_subblock e8_subblock_of(const uint8_t *row, int lane) {
-    const uint8_t *block = row + (size_t)(lane / E8_LANES_A_BLOCK) * COLI_E8_BLOCK_BYTES;
-    int b = lane % E8_LANES_A_BLOCK / E8_LANES_A_WORD;
+static void e8_block(const uint8_t *block, const float *magnitudes, float *w) {
+    const float d = coli_f16_to_f32(coli_load_u16(block + COLI_E8_SCALE_OFFSET));
+    for (int b = 0; b < COLI_E8_SUBBLOCKS; b++) {
+        uint32_t word = coli_load_u32(block + COLI_E8_WORDS_OFFSET + 4 * b);
+        const uint8_t *index = block + COLI_E8_INDICES / COLI_E8_SUBBLOCKS * b;
+        e8_subblock(magnitudes, index, coli_e8_subblock_signs(word), coli_e8_scaled(d, word), w + COLI_E8_SUBBLOCK * b);
+    }
+}
+
+/* Lane `lane` of a super-block. */
+static void e8_lane(const uint8_t *block, int lane, const uint8_t *codebook, float *w) {
+    int b = lane / E8_LANES_A_WORD, l = lane % E8_LANES_A_WORD;
     uint32_t word = coli_load_u32(block + COLI_E8_WORDS_OFFSET + 4 * b);
     float subscale = coli_e8_subscale(coli_load_u16(block + COLI_E8_SCALE_OFFSET), word);
-    return (e8_subblock){block + COLI_E8_INDICES / COLI_E8_SUBBLOCKS * b, word, subscale};
+    coli_e8_lane(codebook + 4 * block[2 * lane], codebook + 4 * block[2 * lane + 1], coli_e8_signs(word, l), subscale, w);
 }
 
-/* A whole sub-block at once: its bytes and signs first, so that the arithmetic is one loop that vectorises. */
-static void e8_whole(const e8_subblock *subblock, const uint8_t *codebook, float *w) {
-    uint8_t bytes[COLI_E8_SUBBLOCK];
-    uint32_t signs = 0;
-    for (int i = 0; i < COLI_E8_SUBBLOCK / 4; i++) memcpy(bytes + 4 * i, codebook + 4 * subblock->indices[i], 4);
-    for (int l = 0; l < E8_LANES_A_WORD; l++) signs |= coli_e8_signs(subblock->word, l) << COLI_LANE * l;
-    COLI_SIMD()
-    for (int j = 0; j < COLI_E8_SUBBLOCK; j++) w[j] = coli_e8_weight(bytes[j], signs >> j & 1u, subblock->subscale);
-}
-
+/* `codebook` is NULL for the published one, whose magnitudes are at hand as floats; others are decoded lane by lane. */
 static void e8_lanes(const uint8_t *row, int first, int count, const uint8_t *codebook, float *w) {
-    int end = first + count;
-    for (int lane = first; lane < end;) {
-        e8_subblock subblock = e8_subblock_of(row, lane);
-        int l = lane % E8_LANES_A_WORD;
-        if (l == 0 && lane + E8_LANES_A_WORD <= end) {
-            e8_whole(&subblock, codebook, w);
-            lane += E8_LANES_A_WORD;
-            w += COLI_E8_SUBBLOCK;
-        } else {
-            const uint8_t *pair = subblock.indices + 2 * l;
-            coli_e8_lane(codebook + 4 * pair[0], codebook + 4 * pair[1], coli_e8_signs(subblock.word, l), subblock.subscale,
-                         w);
-            lane++;
-            w += COLI_LANE;
-        }
+    const float *magnitudes = coli_e8_magnitudes();
+    const uint8_t *bytes = codebook ? codebook : coli_e8_codebook();
+    for (int lane = first, end = first + count; lane < end;) {
+        const uint8_t *block = row + (size_t)(lane / E8_LANES_A_BLOCK) * COLI_E8_BLOCK_BYTES;
+        int within = lane % E8_LANES_A_BLOCK, whole = !codebook && within == 0 && lane + E8_LANES_A_BLOCK <= end;
+        if (whole)
+            e8_block(block, magnitudes, w);
+        else
+            e8_lane(block, within, bytes, w);
+        lane += whole ? E8_LANES_A_BLOCK : 1;
+        w += whole ? COLI_E8_BLOCK : COLI_LANE;
     }
 }
 
@@ -118,7 +148,7 @@ static void decode_lanes(const coli_matrix *matrix, const uint8_t *row, int firs
         int3_lanes(row, first, count, w);
         break;
     case COLI_E8:
-        e8_lanes(row, first, count, matrix->codebook ? matrix->codebook : coli_e8_codebook(), w);
+        e8_lanes(row, first, count, matrix->codebook, w);
         break;
     case COLI_MXFP4:
         mxfp4_lanes(row, first, count, w);

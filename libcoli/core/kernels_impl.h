@@ -1,5 +1,6 @@
 /* kernels_impl.h - the kernels, written once. A file that includes it names its instruction set in COLI_KERNELS_NAME and is
- * compiled with the flags of that set; the loops are plain C that the compiler vectorises. */
+ * compiled with the flags of that set; the loops are plain C that the compiler vectorises, but for the E8
+ * decode of decode_row.h. */
 #include <math.h>
 
 #include "decode_row.h"

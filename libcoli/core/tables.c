@@ -41,6 +41,16 @@ const uint8_t *coli_e8_codebook(void) {
     return codebook;
 }
 
+static _Alignas(64) float magnitudes[COLI_E8_CODEBOOK_BYTES];
+static void fill_magnitudes(void) {
+    for (int i = 0; i < COLI_E8_CODEBOOK_BYTES; i++) magnitudes[i] = (float)coli_e8_codebook()[i] * 0.5f;
+}
+const float *coli_e8_magnitudes(void) {
+    static once_state once = ONCE;
+    fill_once(&once, fill_magnitudes);
+    return magnitudes;
+}
+
 static _Alignas(64) coli_e8_search searchable_codebook;
 static void fill_searchable_codebook(void) {
     for (int entry = 0; entry < 256; entry++) {

@@ -7,6 +7,8 @@
 
 /* Random signs of the rotation blocks: see formats/signs.h. */
 const uint8_t *coli_sign_table(void);
+/* The published codebook's magnitudes, byte * 0.5: one entry of four after another. */
+const float *coli_e8_magnitudes(void);
 /* The published codebook as the encoder searches it. */
 const coli_e8_search *coli_e8_search_table(void);
 

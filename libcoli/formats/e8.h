@@ -36,9 +36,13 @@ COLI_FN size_t coli_e8_row_bytes(int columns) {
     return (size_t)coli_e8_blocks(columns) * COLI_E8_BLOCK_BYTES;
 }
 
-/* Sub-scale of a sub-block from the super-scale's bits and the sub-block's word. */
+/* Sub-scale of the sub-block of `word` under the super-scale d. */
+COLI_FN float coli_e8_scaled(float d, uint32_t word) {
+    return d * (0.5f + (float)(word >> 28)) * 0.5f;
+}
+/* The same from the super-scale's bits. */
 COLI_FN float coli_e8_subscale(uint32_t d_bits, uint32_t word) {
-    return coli_f16_to_f32(d_bits) * (0.5f + (float)(word >> 28)) * 0.5f;
+    return coli_e8_scaled(coli_f16_to_f32(d_bits), word);
 }
 
 /* The 8 sign bits of lane l: the stored seven and their parity in bit 7. */
@@ -47,6 +51,15 @@ COLI_FN uint32_t coli_e8_signs(uint32_t word, int l) {
     parity ^= parity >> 2;
     parity ^= parity >> 1;
     return signs | (parity & 1u) << 7;
+}
+
+/* The sign bits of all four lanes, lane l in byte l. */
+COLI_FN uint32_t coli_e8_subblock_signs(uint32_t word) {
+    uint32_t signs = (word & 0x7fu) | (word << 1 & 0x7f00u) | (word << 2 & 0x7f0000u) | (word << 3 & 0x7f000000u);
+    uint32_t parity = signs ^ (signs >> 4 & 0x0f0f0f0fu);
+    parity ^= parity >> 2 & 0x3f3f3f3fu;
+    parity ^= parity >> 1 & 0x7f7f7f7fu;
+    return signs | (parity & 0x01010101u) << 7;
 }
 
 /* A weight from its codebook byte, its sign bit and its sub-scale. */
