@@ -98,3 +98,22 @@ def test_differences_are_found(build_dir, tmp_path):
 
     result = check_abi(build_dir / "tests/stubs/stub_empty.so", "libcoli")
     assert "exports answer, which libcoli.sym does not list" in result.stdout
+
+
+def test_libcoli_stays_mapped_after_dlclose(build_dir):
+    """Its OpenMP threads are still there after a dlclose, waiting for work in code that must not go away."""
+    program = """
+import _ctypes, ctypes, sys
+coli = ctypes.CDLL(sys.argv[1])
+coli.coli_set_threads(2)
+rows, dim = 4096, 1024
+x = (ctypes.c_float * (rows * dim))()
+assert coli.coli_rotate_rows(x, x, ctypes.c_size_t(rows), dim) == 0
+_ctypes.dlclose(coli._handle)
+maps = open("/proc/self/maps").read()
+assert "libcoli.so" in maps and ("libgomp" in maps or "libomp" in maps), maps
+"""
+    environment = {**os.environ, "OMP_WAIT_POLICY": "active"}
+    library = build_dir / "libcoli" / "core" / "libcoli.so"
+    run = subprocess.run([sys.executable, "-c", program, library], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
