@@ -210,8 +210,14 @@ class Tensor:
         self.rotated = weights.rotated
         self._upload(weights)
 
+    @classmethod
+    def upload(cls, weights: Weights, device: str | int | Device = "cuda:0") -> Tensor:
+        """The constructor under the name of what it does."""
+        return cls(weights, device)
+
     @property
     def device(self) -> str:
+        """Where it is: "cuda:0"."""
         return self.gpu.name
 
     @property

@@ -69,6 +69,7 @@ class Expert:
 
     @property
     def device(self) -> str:
+        """Where it computes: "cpu" or "cuda:0"."""
         return self.gpu.name if self.gpu else "cpu"
 
     @property
@@ -169,6 +170,7 @@ class ExpertGroup:
 
     @property
     def device(self) -> str:
+        """Where it computes: "cpu" or "cuda:0"."""
         return self.experts[0].device
 
     def why_not(self, feature: str) -> str | None:

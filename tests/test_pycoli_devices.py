@@ -316,6 +316,11 @@ class TestChoice:
 
 
 class TestTensor:
+    def test_upload_is_the_constructor(self, backend):
+        with pycoli.Tensor.upload(pycoli.encode(gaussian(5, 64), "int8")) as tensor:
+            assert type(tensor) is pycoli.Tensor
+            assert tensor.device == "cuda:0"
+
     @pytest.mark.parametrize("fmt", [*ON_GPU, "int4-g32"])
     def test_download_is_what_was_uploaded(self, backend, fmt):
         weights = pycoli.encode(gaussian(9, 300), fmt, rotate=False)

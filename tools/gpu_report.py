@@ -51,6 +51,8 @@ def run_tests(arguments: list[str]) -> tuple[str, bool]:
     reasons = sorted({case.get("message") for case in suite.iter("skipped")})
     failed = count["failures"] + count["errors"]
     line = f"{passed} passed, {failed} failed, {count['skipped']} skipped in {seconds:.0f} s"
+    errors = [float(p.get("value")) for p in suite.iter("property") if p.get("name") == "relative_rms"]
+    line += f"\n  - largest relative RMS error of {len(errors)} products at I = 2048 and 6144: {max(errors):.2g}"
     return line + "".join(f"\n  - skipped: {reason}" for reason in reasons), result.returncode == 0
 
 
