@@ -9,20 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from libraries import installed_gpu_library
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADERS = ROOT / "libcoli" / "include" / "coli"
 LISTS = ROOT / "tests" / "abi"
-
-
-def installed_gpu_library() -> Path:
-    """The real GPU library: the one in the installed package, or the one that COLI_CUDA_LIB names."""
-    if "COLI_CUDA_LIB" in os.environ:
-        return Path(os.environ["COLI_CUDA_LIB"])
-    path = Path(pytest.importorskip("pycoli._lib").packaged_library("coli_cuda"))
-    if not path.exists():
-        pytest.skip(f"no GPU library at {path}")
-    return path
 
 
 def check_abi(library: Path, name: str, *options: str) -> subprocess.CompletedProcess[str]:

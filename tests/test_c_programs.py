@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_abi import installed_gpu_library
+from libraries import installed_gpu_library
 
 C_TESTS = Path(__file__).parent / "c"
 HEADERS = Path(__file__).parents[1] / "libcoli" / "include" / "coli"

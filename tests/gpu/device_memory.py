@@ -52,10 +52,6 @@ class DeviceMemory:
         self._graphs = []  # (graph, executable)
         self._select_device()
 
-    @staticmethod
-    def is_exported_by(simulated_library):
-        return hasattr(ctypes.CDLL(simulated_library), "cudaMalloc")
-
     def _check(self, name, *arguments):
         result = getattr(self._library, name)(*arguments)
         assert result == 0, f"{name} gave error {result}"

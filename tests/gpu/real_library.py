@@ -1,13 +1,11 @@
 """Finds the real GPU library and says whether it has a GPU to work on."""
 
 import functools
-import os
 from pathlib import Path
 from typing import NamedTuple
 
 from abi import Gpu
-
-from pycoli._lib import packaged_library
+from libraries import gpu_library
 
 
 class Found(NamedTuple):
@@ -18,7 +16,7 @@ class Found(NamedTuple):
 @functools.cache
 def real_library():
     """The library that COLI_CUDA_LIB names, or the one that is installed with pycoli; or why neither can be tested."""
-    path = Path(os.environ.get("COLI_CUDA_LIB") or packaged_library("coli_cuda"))
+    path = gpu_library()
     if not path.exists():
         return Found(None, f"no GPU library at {path}")
     gpu = Gpu(path)

@@ -14,6 +14,7 @@ import oracle
 from abi import Gpu, ffi, floats, pointer, tensor_array
 from device_memory import DeviceMemory
 from samples import EXACT, gaussian, random_expert
+from simulator import Simulator
 
 FORMATS = ["f32", "int8", "int4", "int2", "int4-g16", "int4-g5", "e8", "mxfp4", "fp8-e4m3-b128"]
 
@@ -79,7 +80,7 @@ def mxfp4_from_host_memory(gpu, rng):
 
 
 def open_memory(gpu):
-    return DeviceMemory(gpu.path if DeviceMemory.is_exported_by(gpu.path) else None)
+    return DeviceMemory(gpu.path if Simulator.is_in(gpu.path) else None)
 
 
 def on_device(where):
