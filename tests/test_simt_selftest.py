@@ -14,7 +14,9 @@ import pytest
 
 SIMT = Path(__file__).resolve().parent / "simt"
 CXX = os.environ.get("CXX", "g++")
+CUDA = SIMT.parent.parent / "libcoli" / "cuda"  # has the headers whose twins are tested
 FLAGS = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fno-strict-aliasing"]
+FLAGS += ["-DCOLI_SIMT", "-I", SIMT, "-I", CUDA]
 SANITIZERS = {
     "plain": [],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
@@ -32,6 +34,32 @@ CASES = [
     "unwritten_shared",
     "trap",
     "warp_order",
+    "async_missing_wait",
+    "async_missing_barrier",
+    "async_early_refill",
+    "async_misaligned",
+    "async_out_of_bounds",
+    "async_not_shared",
+    "bulk_missing_wait",
+    "bulk_early_release",
+    "bulk_overrun",
+    "bulk_too_few_bytes",
+    "bulk_too_many_bytes",
+    "bulk_misaligned",
+    "bulk_out_of_bounds",
+    "bulk_unpublished",
+    "bulk_left_behind",
+    "barrier_not_initialised",
+    "barrier_initialised_twice",
+    "named_barrier_missing",
+    "named_barrier_too_few",
+    "named_barrier_split_warp",
+    "named_barrier_counts",
+    "mma_fragments",
+    "mma_divergent",
+    "mma_unordered",
+    "too_much_shared",
+    "launch_ex",
     "other_device",
     "other_device_hidden",
     "host_pointer",
@@ -44,6 +72,8 @@ CASES = [
 ]
 CHECKS = [
     "check_collectives",
+    "check_gathering",
+    "check_halves",
     "check_grids",
     "check_symbols",
     "check_errors",
@@ -70,7 +100,7 @@ def run(command, timeout=60, **environment):
 
 
 def compile_with(sanitizer, *arguments):
-    result = run([CXX, *FLAGS, *SANITIZERS[sanitizer], "-pthread", "-I", SIMT, *arguments], timeout=300)
+    result = run([CXX, *FLAGS, *SANITIZERS[sanitizer], "-pthread", *arguments], timeout=300)
     assert result.returncode == 0, result.stdout
 
 
@@ -96,7 +126,7 @@ def selftest(tmp_path_factory):
         if probe.returncode or run([*prefix, folder / "probe"]).returncode:
             return f"{CXX} cannot build or run programs with {' '.join(SANITIZERS[sanitizer])}"
         assert rewrite(SIMT / "selftest.cu", folder / "selftest.cpp") == (0, "")
-        sources = [folder / "selftest.cpp", SIMT / "simt_execution.cpp", SIMT / "simt_cuda_runtime.cpp"]
+        sources = [folder / "selftest.cpp", *sorted(SIMT.glob("simt_*.cpp"))]
         objects = [folder / f"{source.stem}.o" for source in sources]
         with ThreadPoolExecutor(2) as pool:
             list(
@@ -138,7 +168,19 @@ def test_environment_sets_up_the_devices(selftest, sanitizer):
     assert (result.returncode, result.stdout) == (0, "")
 
 
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_devices_of_another_capability(selftest, sanitizer):
+    result = run([*selftest(sanitizer), "check_capability"], SIMT_CAPABILITY="80")
+    assert (result.returncode, result.stdout) == (0, "")
+    result = run([*selftest(sanitizer), "check_capability", "bug"], SIMT_CAPABILITY="80")
+    assert result.returncode != 0
+    assert re.search(r"barrier_init at .*selftest.cu:\d+ needs compute capability 9.0, .* has 8.0", result.stdout)
+
+
 REPORT = r"simt: sum_rows, block \(\d, 0, 0\)"
+ASYNC = r"simt: add_async, block \(0, 0, 0\)"
+BULK = r"simt: add_bulk, block \(0, 0, 0\)"
+RACE = r"ThreadSanitizer: data race"
 MISTAKES = [
     # Threads and their memory.
     ("missing_barrier", "plain", "fwd", r"^wrong: "),
@@ -162,6 +204,45 @@ MISTAKES = [
     ("unwritten_shared", "plain", "fwd", r"^wrong: "),
     ("unwritten_shared", "plain", "rev", r"^wrong: "),
     ("trap", "plain", "fwd", REPORT + r", thread \(5, 0, 0\): __trap\(\)"),
+    # Copies that go on behind a thread.
+    *[
+        (f"async_{bug}", sanitizer, order, report)
+        for bug in ("missing_wait", "missing_barrier", "early_refill")
+        for sanitizer, order, report in (
+            ("plain", "fwd", r"^wrong: "),
+            ("plain", "rev", r"^wrong: "),
+            ("thread", "fwd", RACE),
+        )
+    ],
+    ("async_misaligned", "plain", "fwd", ASYNC + r".*copy_async_16 at .*selftest.cu:\d+: .* not all multiples of 16"),
+    ("async_out_of_bounds", "address", "fwd", r"heap-buffer-overflow(.|\n)*add_async"),
+    ("async_not_shared", "plain", "fwd", ASYNC + r".*copy_async_16 at .* not in the block's shared memory"),
+    ("bulk_missing_wait", "plain", "rev", r"^wrong: "),
+    ("bulk_missing_wait", "thread", "fwd", RACE + r"(.|\n)*consume"),
+    ("bulk_early_release", "thread", "fwd", RACE + r"(.|\n)*produce"),
+    ("bulk_overrun", "plain", "fwd", BULK + r".*barrier_expect at .*: all 1 arrivals of the phase have come"),
+    ("bulk_too_few_bytes", "plain", "fwd", BULK + r": deadlock(.|\n)*waits for barrier_wait at .*selftest.cu:\d+"),
+    ("bulk_too_many_bytes", "plain", "fwd", BULK + r".*: 16 bytes more than the phase expects have arrived"),
+    ("bulk_misaligned", "plain", "fwd", BULK + r".*copy_bulk at .* not all multiples of 16"),
+    ("bulk_out_of_bounds", "address", "fwd", r"heap-buffer-overflow(.|\n)*produce"),
+    ("bulk_unpublished", "plain", "fwd", BULK + r".*copy_bulk at .*: no barrier_init_fence"),
+    ("bulk_left_behind", "plain", "fwd", BULK + r".*the block ends while the copy of .*selftest.cu:\d+ is under way"),
+    ("barrier_not_initialised", "plain", "rev", BULK + r".*barrier_wait at .*: the barrier is not initialised"),
+    ("barrier_not_initialised", "thread", "fwd", RACE + r"(.|\n)*barrier_"),
+    ("barrier_initialised_twice", "plain", "fwd", BULK + r".*barrier_init at .*: .* initialised already"),
+    # Barriers of some warps.
+    ("named_barrier_missing", "plain", "fwd", r"^wrong: "),
+    ("named_barrier_missing", "thread", "rev", RACE),
+    ("named_barrier_too_few", "plain", "fwd", BULK + r": deadlock(.|\n)*waits for named_barrier_sync at .*selftest.cu"),
+    ("named_barrier_split_warp", "plain", "fwd", BULK + r".*: 32 threads meet .* of warp 1 only the lanes 0x0000ffff"),
+    ("named_barrier_counts", "plain", "fwd", BULK + r".*: threads wait at one barrier for 64 and for 96 threads"),
+    # Tensor cores.
+    ("mma_fragments", "plain", "fwd", r"^wrong: "),
+    ("mma_divergent", "plain", "fwd", r"deadlock(.|\n)*thread 0 waits for mma_m16n8k8 at .*selftest.cu"),
+    ("mma_unordered", "thread", "fwd", RACE),
+    # Launches.
+    ("too_much_shared", "plain", "fwd", r"simt: much_shared, .*: 232464 bytes of shared memory, .* at most 232448"),
+    ("launch_ex", "plain", "fwd", r"simt: trap_at<1, \(2 > 1\)>, block \(0, 0, 0\), thread \(3, 0, 0\): __trap"),
     # Accesses and arithmetic.
     ("shared_out_of_bounds", "address", "fwd", r"index \d out of bounds for type 'float \[4\]'"),
     ("dynamic_shared_out_of_bounds", "address", "fwd", r"heap-buffer-overflow"),

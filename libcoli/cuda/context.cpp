@@ -1,10 +1,15 @@
 #include "context.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <new>
 
 #include "../formats/e8_codebook.h"
+#include "../formats/floats.h"
+#include "copy_threads.h"
+#include "kernels/expert.h"
 #include "tensor.h"
 
 namespace coli {
@@ -17,15 +22,30 @@ std::map<int, GroupCounters> &all_counters = *new std::map<int, GroupCounters>;
 
 /* What every configured device holds, and new ones receive. */
 DeviceTables current_tables;
-bool fp8_published = false;
+bool fp8_published = false, fp8_e4m3 = false, small_codebook = true;
 
 void reset_tables() {
     uint8_t codebook[COLI_E8_CODEBOOK_BYTES];
     coli_e8_codebook_expand(codebook);
     memcpy(current_tables.codebook, codebook, sizeof codebook);
+    small_codebook = true;
     memset(current_tables.fp8, 0, sizeof current_tables.fp8);
     coli_sign_table_fill(current_tables.signs);
     fp8_published = false;
+}
+
+bool is_small(const void *codebook) {
+    const int8_t *bytes = static_cast<const int8_t *>(codebook);
+    return std::all_of(bytes, bytes + COLI_E8_CODEBOOK_BYTES, [](int8_t byte) { return byte > 0; });
+}
+
+bool is_e4m3(const float table[256]) {
+    for (uint32_t code = 0; code < 256; code++) {
+        const float expected = coli_e4m3_to_f32(code);
+        const bool same = coli_f32_to_bits(expected) == coli_f32_to_bits(table[code]);
+        if (!same && !(std::isnan(expected) && std::isnan(table[code]))) return false;
+    }
+    return true;
 }
 
 /* Copies `bytes` at `offset` of a device's tables, after the work that still reads them. */
@@ -51,6 +71,18 @@ bool publish(size_t offset, const void *source, size_t bytes, const char *name) 
     }
     memcpy(current, source, bytes);
     return true;
+}
+
+cudaError_t read_traits(int device, GpuTraits *gpu) {
+    int major = 0, minor = 0;
+    cudaError_t result = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (result == cudaSuccess) result = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    if (result == cudaSuccess)
+        result = cudaDeviceGetAttribute(&gpu->multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (result == cudaSuccess)
+        result = cudaDeviceGetAttribute(&gpu->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    gpu->capability = 10 * major + minor;
+    return result;
 }
 
 } // namespace
@@ -94,6 +126,27 @@ void CallBuffers::release() {
     workspace.release();
 }
 
+bool Staging::reserve() {
+    COLI_FORWARD(host.reserve(kSlots * kSlotBytes, "matrices on their way to or from a device") &&
+                 device.reserve(kSlots * kSlotBytes, "matrices on their way to or from their tiles"));
+    cudaError_t result = stream ? cudaSuccess : cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    if (result == cudaSuccess && !crossed) result = cudaEventCreateWithFlags(&crossed, cudaEventDisableTiming);
+    for (cudaEvent_t &event : passed) {
+        if (result == cudaSuccess && !event) result = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+    }
+    return succeeded(result, "preparing for matrices on their way to or from a device");
+}
+
+void Staging::release() {
+    host.release();
+    device.release();
+    for (cudaEvent_t event : passed) {
+        if (event) ignore(cudaEventDestroy(event));
+    }
+    if (crossed) ignore(cudaEventDestroy(crossed));
+    if (stream) ignore(cudaStreamDestroy(stream));
+}
+
 /*------   One device   ------*/
 
 CurrentDevice::CurrentDevice(int device) : device_(device) {
@@ -117,6 +170,8 @@ bool Context::open(int ordinal) {
     COLI_FORWARD(current.ok());
     cudaError_t result = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
     if (result == cudaSuccess) result = cudaEventCreateWithFlags(&issued_done, cudaEventDisableTiming);
+    if (result == cudaSuccess) result = read_traits(ordinal, &gpu);
+    if (result == cudaSuccess) result = prepare_expert_kernels(gpu.shared_bytes);
     if (result == cudaSuccess) result = cudaMalloc(reinterpret_cast<void **>(&tables), sizeof(DeviceTables));
     if (result == cudaSuccess)
         result = cudaMemcpyAsync(tables, &current_tables, sizeof(DeviceTables), cudaMemcpyHostToDevice, stream);
@@ -145,6 +200,7 @@ bool Context::wait_for_readers() {
 
 bool Context::abandon() {
     ignore(cudaStreamSynchronize(stream));
+    if (staging.stream) ignore(cudaStreamSynchronize(staging.stream));
     return false;
 }
 
@@ -181,21 +237,33 @@ bool open_contexts(const int *devices, int count) try {
 
 void close_contexts() {
     open_list.clear();
+    stop_copy_threads();
     fp8_published = false;
 }
 
 bool publish_codebook(const void *codebook) {
-    return publish(offsetof(DeviceTables, codebook), codebook, sizeof(DeviceTables::codebook), "E8 codebook");
+    COLI_FORWARD(publish(offsetof(DeviceTables, codebook), codebook, sizeof(DeviceTables::codebook), "E8 codebook"));
+    small_codebook = is_small(codebook);
+    return true;
 }
 
 bool publish_fp8_table(const float *table) {
     COLI_FORWARD(publish(offsetof(DeviceTables, fp8), table, sizeof(DeviceTables::fp8), "fp8 table"));
     fp8_published = true;
+    fp8_e4m3 = is_e4m3(table);
     return true;
 }
 
 bool fp8_table_published() {
     return fp8_published;
+}
+
+bool codebook_is_small() {
+    return small_codebook;
+}
+
+bool fp8_table_is_e4m3() {
+    return fp8_e4m3;
 }
 
 const std::map<int, GroupCounters> &group_counters() {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "error.h"
+#include "plan.h"
 #include "tables.h"
 
 struct ColiCudaTensor;
@@ -33,6 +34,7 @@ class PinnedBuffer {
     bool reserve(size_t bytes, const char *purpose);
     void release();
     float *floats() const { return static_cast<float *>(memory_); }
+    uint8_t *bytes() const { return static_cast<uint8_t *>(memory_); }
 
   private:
     void *memory_ = nullptr;
@@ -47,6 +49,25 @@ struct CallBuffers {
     void release();
 };
 
+/* What matrices travel through, a slot at a time, between host memory and their tiles. Each slot has a part on the host and
+ * a part on the device. Copies run on a stream of their own, beside the kernels that pack and unpack. */
+struct Staging {
+    static constexpr int kSlots = 4;
+    static constexpr size_t kSlotBytes = size_t{2} << 20;
+
+    PinnedBuffer host;
+    DeviceBuffer device;
+    cudaStream_t stream = nullptr;
+    cudaEvent_t crossed = nullptr;   /* the other stream may go on */
+    cudaEvent_t passed[kSlots] = {}; /* what was in the slot has left it */
+
+    /* Once: all of it is kept until the context closes. */
+    bool reserve();
+    void release();
+    uint8_t *host_slot(int slot) const { return host.bytes() + slot * kSlotBytes; }
+    uint8_t *device_slot(int slot) const { return device.as<uint8_t>() + slot * kSlotBytes; }
+};
+
 struct GroupCounters {
     std::atomic<uint64_t> calls{0}, experts{0}, rows{0};
     mutable std::mutex times_mutex;
@@ -55,15 +76,17 @@ struct GroupCounters {
 
 struct Context {
     int device = -1;
+    GpuTraits gpu{};
     std::mutex mutex; /* held by every call that uses the device */
     cudaStream_t stream = nullptr;
     DeviceTables *tables = nullptr; /* device memory */
 
+    PlanCache plans;
     CallBuffers synchronous;
     CallBuffers issued;
     bool pending = false; /* a group was issued and not yet taken */
     cudaEvent_t issued_done = nullptr;
-    DeviceBuffer staging;        /* E8 blocks on their way to or from the planes */
+    Staging staging;
     bool caller_streams = false; /* device-pointer calls ran on streams that the library cannot order */
 
     ColiCudaTensor *tensors = nullptr; /* all live ones, a doubly linked list */
@@ -115,6 +138,10 @@ void close_contexts();
 bool publish_codebook(const void *codebook);
 bool publish_fp8_table(const float *table);
 bool fp8_table_published();
+/* Whether it is the published e4m3, which kernels decode without a table. */
+bool fp8_table_is_e4m3();
+/* Whether all bytes of the E8 codebook are 1 ... 127, which the fast kernels need. */
+bool codebook_is_small();
 
 /* By ordinal, of every device that was ever configured. */
 const std::map<int, GroupCounters> &group_counters();

@@ -6,6 +6,27 @@
 #include "simt.h" /* the tests compile the same sources for the CPU */
 #else
 #include <cuda_runtime.h>
+#if defined(__CUDACC__)
+#include <cuda_fp16.h>
+#endif
+#endif
+
+#if defined(COLI_SIMT) || defined(__CUDACC__)
+#include <cstdint>
+
+namespace coli {
+
+/* The dynamic shared memory of the block, aligned to 1024 bytes; a launch says how much there is. */
+__device__ inline uint8_t *dynamic_shared() {
+#if defined(COLI_SIMT)
+    return static_cast<uint8_t *>(simt::block.dynamic_shared);
+#else
+    extern __shared__ __align__(1024) uint8_t coli_dynamic_shared[];
+    return coli_dynamic_shared;
+#endif
+}
+
+} // namespace coli
 #endif
 
 #endif

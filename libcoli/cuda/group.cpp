@@ -25,6 +25,17 @@ bool check_expert(const GroupCall &call, int c, int least_rows) {
     return true;
 }
 
+void add_matrix(const MatrixView &matrix, ProductTask *task) {
+    task->tile_bytes = std::max(task->tile_bytes, matrix.tile_bytes);
+    task->codebook |= matrix.kind == TileKind::kE8 || matrix.kind == TileKind::kE8AnyCodebook;
+}
+
+/* Notes how a product of these matrices together is computed. */
+void add_scheme(bool bytes, ProductTask *task) {
+    task->bytes |= bytes;
+    task->halves |= !bytes;
+}
+
 size_t rows_of_hidden(int total_rows, int H) {
     return align_up(static_cast<size_t>(total_rows) * H * sizeof(float), kPlaneAlignment);
 }
@@ -71,10 +82,49 @@ GroupParams group_params(const GroupCall &call, int begin, int first_row) {
     return params;
 }
 
-GroupPlan plan_of(const GroupParams &params) {
-    const auto rotates = [](const ExpertEntry &expert) { return expert.rotate_hidden && expert.rows > 0; };
-    return plan_group(params.D, params.H, params.max_rows,
-                      std::any_of(params.experts, params.experts + params.count, rotates));
+GroupPlan plan_of(Context &context, const GroupParams &params) {
+    ProductTask hidden{params.H, params.D, 0, params.max_rows, 2, 0, false, false, false, false};
+    for (int e = 0; e < params.count; e++) {
+        const ExpertEntry &expert = params.experts[e];
+        if (expert.rows == 0) continue;
+        hidden.experts++;
+        add_matrix(expert.gate, &hidden);
+        add_matrix(expert.up, &hidden);
+        add_scheme(multiplies_bytes(expert.gate) && multiplies_bytes(expert.up), &hidden);
+    }
+    GroupPlan plan{};
+    plan.hidden = context.plans.product(context.gpu, hidden);
+    plan.down = plan_of_product(context, params);
+    const bool rotates = std::any_of(params.experts, params.experts + params.count,
+                                     [](const ExpertEntry &expert) { return expert.rotate_hidden && expert.rows > 0; });
+    plan.rotation = plan_rotation(params.H, rotates && !plan.down.rotate ? params.max_rows : 0);
+    return plan;
+}
+
+GroupParams product_params(const ColiCudaTensor &w, float *y, const float *x, int S) {
+    GroupParams params{};
+    params.D = w.O;
+    params.H = w.I;
+    params.count = 1;
+    params.max_rows = S;
+    params.hidden = x;
+    params.y = y;
+    params.experts[0].down = w.view();
+    params.experts[0].rows = S;
+    return params;
+}
+
+ProductPlan plan_of_product(Context &context, const GroupParams &params) {
+    ProductTask task{params.D, params.H, 0, params.max_rows, 1, 0, false, false, false, false};
+    for (int e = 0; e < params.count; e++) {
+        const ExpertEntry &expert = params.experts[e];
+        if (expert.rows == 0) continue;
+        task.experts++;
+        task.rotates = task.rotates || expert.rotate_hidden;
+        add_matrix(expert.down, &task);
+        add_scheme(multiplies_bytes(expert.down), &task);
+    }
+    return context.plans.product(context.gpu, task);
 }
 
 size_t workspace_bytes(int total_rows, int H) {
@@ -82,8 +132,9 @@ size_t workspace_bytes(int total_rows, int H) {
 }
 
 void place_workspace(GroupParams *params, int total_rows, void *workspace) {
-    params->hidden = static_cast<float *>(workspace);
-    params->rotated = params->hidden + rows_of_hidden(total_rows, params->H) / sizeof(float);
+    float *hidden = static_cast<float *>(workspace);
+    params->hidden = hidden;
+    params->rotated = hidden + rows_of_hidden(total_rows, params->H) / sizeof(float);
 }
 
 } // namespace coli

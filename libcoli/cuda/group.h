@@ -25,8 +25,12 @@ bool check_group(const GroupCall &call, int least_rows, int *total_rows);
  * `first_row`. All but the pointers. */
 GroupParams group_params(const GroupCall &call, int begin, int first_row);
 
-/* How those experts are computed. */
-GroupPlan plan_of(const GroupParams &params);
+/* How those experts are computed on the device. */
+GroupPlan plan_of(Context &context, const GroupParams &params);
+
+/* y [S, O] = x [S, I] w^T as a group: one expert that is a down matrix alone. All but the tables. */
+GroupParams product_params(const ColiCudaTensor &w, float *y, const float *x, int S);
+ProductPlan plan_of_product(Context &context, const GroupParams &params);
 
 /* Bytes of the hidden and the rotated rows together, and their places in such memory. */
 size_t workspace_bytes(int total_rows, int H);

@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "environment.h"
-#include "kernels/matmul.h"
 
 namespace coli {
 
@@ -72,7 +71,7 @@ bool enqueue_group(Context &context, GroupParams &params, CallBuffers &buffers, 
         succeeded(cudaMemcpyAsync(buffers.x.as<float>(), buffers.host_x.floats(), bytes, cudaMemcpyHostToDevice, stream),
                   "copying %d rows to device %d", total_rows, context.device));
     if (timer) timer->mark(1);
-    COLI_FORWARD(succeeded(launch_expert_group(params, plan_of(params), stream),
+    COLI_FORWARD(succeeded(launch_expert_group(params, plan_of(context, params), stream),
                            "launching %d expert(s) with %d rows on device %d", params.count, total_rows, context.device));
     if (timer) timer->mark(2);
     COLI_FORWARD(
@@ -121,10 +120,11 @@ bool run_matmul(const ColiCudaTensor &w, float *y, const float *x, int S) {
     memcpy(buffers.host_x.floats(), x, x_bytes);
 
     const cudaStream_t stream = context.stream;
-    const MatmulParams params{w.view(), w.O, w.I, S, buffers.x.as<float>(), buffers.y.as<float>(), context.tables};
+    GroupParams params = product_params(w, buffers.y.as<float>(), buffers.x.as<float>(), S);
+    params.tables = context.tables;
     cudaError_t result =
         cudaMemcpyAsync(buffers.x.as<float>(), buffers.host_x.floats(), x_bytes, cudaMemcpyHostToDevice, stream);
-    if (result == cudaSuccess) result = launch_matmul(params, plan_product(w.O, S), stream);
+    if (result == cudaSuccess) result = launch_down(params, plan_of_product(context, params), stream);
     if (result == cudaSuccess)
         result = cudaMemcpyAsync(buffers.host_y.floats(), buffers.y.as<float>(), y_bytes, cudaMemcpyDeviceToHost, stream);
     if (!succeeded(result, "multiplying %d rows with a matrix [%d, %d] on device %d", S, w.O, w.I, context.device))

@@ -3,13 +3,150 @@
 #include <algorithm>
 
 #include "../formats/signs.h"
+#include "ptx/lookup.cuh"
 
 namespace coli {
 
-ProductPlan plan_product(int O, int rows) {
-    const int rows_per_pass = rows == 1 ? 1 : rows <= 4 ? 4 : kMaxRowsPerPass;
-    const int passes = std::clamp(coli_ceil_div(rows, rows_per_pass), 1, kMaxGrid);
-    return {rows_per_pass, coli_ceil_div(O, kWarpsPerBlock), passes};
+namespace {
+
+/* Costs in quarters of the time that twelve warps take for a unit each, about a microsecond: a block's start and end; a
+ * barrier between rounds. */
+constexpr int kBlockCost = 16;
+constexpr int kUnitCost = 4;
+constexpr int kRoundCost = 1;
+
+int pass_rows_for(Path path, const ProductTask &task) {
+    if (path == Path::kPlain) return 4;
+    const int least = task.halves ? 4 : 1;
+    int rows = least;
+    while (rows < kMaxPassRows && rows < task.rows) rows *= 2;
+    return rows;
+}
+
+/* Bytes of an activation row of `columns` in shared memory. */
+size_t parts_bytes(const ProductTask &task, Path path, int columns) {
+    const size_t halves = task.halves || path == Path::kPlain ? 2 * (2 * static_cast<size_t>(columns) + 64) : 0;
+    const size_t limbs = task.bytes ? 3 * (static_cast<size_t>(columns) + 32) : 0;
+    return std::max(halves, limbs);
+}
+
+int slices_of(int I) {
+    return coli_ceil_div(tile_count(I), kSliceTiles);
+}
+
+int largest_share(const ProductTask &task, int blocks) {
+    return coli_ceil_div(coli_ceil_div(task.O, kPairRows), blocks);
+}
+
+/* A rotation in the block needs a whole row in shared memory, and all slices of all rows at once. */
+bool fuses_rotation(const ProductTask &task, const ProductPlan &plan) {
+    return plan.pass_rows <= 4 && task.I <= kRotationPiece && plan.chunk_slices == slices_of(task.I);
+}
+
+/* Lays out shared memory; false when the plan needs more than there is. */
+bool place_memory(const GpuTraits &gpu, const ProductTask &task, ProductPlan &plan) {
+    const int rows = std::min(task.rows, plan.pass_rows), share = largest_share(task, plan.blocks);
+    size_t end = 0;
+    const auto place = [&end](size_t bytes) {
+        const size_t offset = end;
+        end = align_up(end + bytes, 128);
+        return static_cast<int>(offset);
+    };
+    place(plan.codebook ? kCodebookBytes : 0);
+    plan.ring_offset = place(static_cast<size_t>(plan.warps) * plan.stages * plan.slot_bytes);
+    plan.barriers_offset = place(static_cast<size_t>(plan.warps) * plan.stages * sizeof(uint64_t));
+    plan.parts_offset = place(rows * parts_bytes(task, plan.path, plan.chunk_slices * kSliceColumns));
+    plan.factors_offset = place(static_cast<size_t>(plan.chunk_slices) * kMaxPassRows * sizeof(float));
+    plan.partials_floats = plan.round_pairs * plan.chunk_slices * rows * kPairRows;
+    plan.partials_offset = place(2 * static_cast<size_t>(plan.partials_floats) * sizeof(float));
+    plan.totals_offset = place(static_cast<size_t>(task.matrices) * share * rows * kPairRows * sizeof(float));
+    plan.scratch_offset = place(plan.rotate ? static_cast<size_t>(task.I) * sizeof(float) : 0);
+    plan.shared_bytes = static_cast<int>(std::min<size_t>(end, INT32_MAX));
+    return end <= static_cast<size_t>(gpu.shared_bytes);
+}
+
+/* Time of a block. Its busiest warp sets the pace; fewer than twelve hide less of each other's latencies. */
+int cost_of(const ProductTask &task, const ProductPlan &plan) {
+    const int slices = slices_of(task.I), share = largest_share(task, plan.blocks);
+    int steps = 0, rounds = 0;
+    for (int first = 0; first < slices; first += plan.chunk_slices) {
+        const int count = std::min(plan.chunk_slices, slices - first), full = share / plan.round_pairs;
+        const int rest = share % plan.round_pairs;
+        steps += full * coli_ceil_div(plan.round_pairs * count, plan.warps) + coli_ceil_div(rest * count, plan.warps);
+        rounds += full + (rest > 0);
+    }
+    return kBlockCost + task.matrices * (steps * kUnitCost * (plan.warps + 12) / 24 + rounds * kRoundCost);
+}
+
+/* Chunks and rounds for the plan's blocks, warps and stages: the largest chunk that fits, then the round that takes the
+ * least time. False when nothing fits. */
+bool fill(const GpuTraits &gpu, const ProductTask &task, ProductPlan &plan) {
+    const int slices = slices_of(task.I), share = largest_share(task, plan.blocks);
+    for (int chunks = 1; chunks <= slices; chunks++) {
+        const int chunk_slices = coli_ceil_div(slices, chunks);
+        if (chunk_slices == plan.chunk_slices) continue;
+        plan.chunk_slices = chunk_slices;
+        ProductPlan best = plan;
+        int best_cost = 0;
+        for (plan.round_pairs = 1; plan.round_pairs <= share; plan.round_pairs++) {
+            plan.rotate = task.rotates && fuses_rotation(task, plan);
+            if (!place_memory(gpu, task, plan)) break;
+            const int cost = cost_of(task, plan);
+            if (best_cost == 0 || cost < best_cost) best = plan, best_cost = cost;
+        }
+        if (best_cost) {
+            plan = best;
+            return true;
+        }
+    }
+    return false;
+}
+
+} // namespace
+
+const char *path_name(Path path) {
+    return path == Path::kHopper ? "hopper" : path == Path::kAmpere ? "ampere" : "plain";
+}
+
+Path path_of(const GpuTraits &gpu) {
+    return gpu.capability >= 90 ? Path::kHopper : gpu.capability >= 80 ? Path::kAmpere : Path::kPlain;
+}
+
+ProductPlan plan_product(const GpuTraits &gpu, const ProductTask &task) {
+    ProductPlan best{};
+    int best_cost = 0;
+    const int pairs = coli_ceil_div(task.O, kPairRows);
+    for (int waves = 1; waves <= 4; waves++) {
+        ProductPlan plan{};
+        plan.path = path_of(gpu);
+        plan.pass_rows = pass_rows_for(plan.path, task);
+        plan.limbs_only = plan.path != Path::kPlain && !task.halves;
+        plan.codebook = task.codebook;
+        plan.slot_bytes = 2 * task.tile_bytes;
+        plan.blocks = std::clamp(waves * gpu.multiprocessors / task.experts, 1, pairs);
+        for (plan.warps = product_threads(plan.pass_rows) / 32; plan.warps >= 2; plan.warps -= 2) {
+            for (plan.stages = 3; plan.stages >= 2; plan.stages--) {
+                ProductPlan filled = plan;
+                if (!fill(gpu, task, filled)) continue;
+                const int cost = coli_ceil_div(task.experts * filled.blocks, gpu.multiprocessors) * cost_of(task, filled);
+                if (best_cost == 0 || cost < best_cost) best = filled, best_cost = cost;
+            }
+        }
+    }
+    return best;
+}
+
+const ProductPlan &PlanCache::product(const GpuTraits &gpu, const ProductTask &task) {
+    for (const Entry &entry : entries_) {
+        if (entry.task == task) return entry.plan;
+    }
+    if (entries_.size() < kEntries) {
+        entries_.push_back({task, plan_product(gpu, task)});
+        return entries_.back().plan;
+    }
+    Entry &entry = entries_[oldest_++ % kEntries];
+    entry = {task, plan_product(gpu, task)};
+    return entry.plan;
 }
 
 RotationPlan plan_rotation(int dim, int rows) {
@@ -20,10 +157,6 @@ RotationPlan plan_rotation(int dim, int rows) {
         offset += block;
     }
     return {pieces, std::min(rows, kMaxGrid)};
-}
-
-GroupPlan plan_group(int D, int H, int rows, bool rotates) {
-    return {plan_product(H, rows), plan_product(D, rows), plan_rotation(H, rotates ? rows : 0)};
 }
 
 } // namespace coli

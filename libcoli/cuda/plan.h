@@ -1,30 +1,66 @@
-/* plan.h - rows a pass, threads, blocks, buffers: every tuning choice, as constants and plain functions. */
+/* plan.h - which kernel, how many blocks, what in shared memory: every tuning choice, as plain functions. */
 #ifndef COLI_CUDA_PLAN_H
 #define COLI_CUDA_PLAN_H
 
 #include <cstddef>
+#include <vector>
+
+#include "layout.h"
 
 namespace coli {
 
-/* Warps of a block of the product kernels; each warp has one row of the weights. */
-constexpr int kWarpsPerBlock = 8;
+/* Columns that are summed up together, and whose activations share a power of two (kernels/activations.cuh). It is part of
+ * what a result's bits depend on; nothing else here is. */
+constexpr int kSliceColumns = 512;
+constexpr int kSliceTiles = kSliceColumns / kTileColumns;
+/* Weight rows that a warp multiplies at a time: a pair of strips. */
+constexpr int kPairRows = 2 * kStripRows;
 /* Activation rows that share one decode of the weights, at most. */
-constexpr int kMaxRowsPerPass = 16;
-/* Limit of a grid's y and z. Kernels walk on by the grid's size, so that any number of rows fits. */
+constexpr int kMaxPassRows = 16;
+/* Threads of a block at most: the registers of a thread grow with the rows. */
+COLI_FN constexpr int product_threads(int rows) {
+    return rows <= 8 ? 384 : 256;
+}
+
+/* Limit of a grid's y and z. */
 constexpr int kMaxGrid = 65535;
 /* Elements of a rotation block that one thread block transforms in shared memory (32 KB). */
 constexpr int kRotationPiece = 8192;
 constexpr int kRotationThreads = 256;
 
-/* Threads of a block that packs or unpacks E8, a super-block each; and the buffer that blocks travel through, a few rows at
- * a time. */
-constexpr int kPackThreads = 128;
-constexpr size_t kStagingBytes = size_t{8} << 20;
+/* What of a GPU the choices depend on. */
+struct GpuTraits {
+    int capability; /* 10 major + minor */
+    int multiprocessors;
+    int shared_bytes; /* that a block may have */
+};
 
+enum class Path {
+    kPlain,  /* no tensor cores, plain loads */
+    kAmpere, /* tensor cores, asynchronous copies */
+    kHopper, /* tensor cores, the copy engine, overlapping launches */
+};
+const char *path_name(Path path);
+
+/* The best path of a GPU. */
+Path path_of(const GpuTraits &gpu);
+
+/* One launch of kernels/product.cuh: a grid of (blocks, experts). Offsets are bytes in a block's shared memory, which
+ * begins with the E8 codebook where there is one. */
 struct ProductPlan {
-    int rows_per_pass; /* 1, 4 or 16: the kernel's ROWS */
-    int row_blocks;    /* grid x: blocks that cover the O weight rows */
-    int passes;        /* grid y: passes over the activation rows */
+    Path path;
+    int pass_rows;    /* activation rows that share one decode: 1, 2, 4, 8 or 16 */
+    int blocks;       /* that share an expert */
+    int warps;        /* of a block */
+    int stages;       /* tiles of each warp that are on their way or in work */
+    int slot_bytes;   /* of a stage: tiles of two strips */
+    int chunk_slices; /* slices whose activations are in shared memory together */
+    int round_pairs;  /* pairs of strips between two barriers */
+    bool codebook;    /* a matrix is E8 */
+    bool rotate;      /* the block rotates its activations itself */
+    bool limbs_only;  /* all matrices are multiplied as bytes */
+    int ring_offset, barriers_offset, parts_offset, factors_offset, partials_offset, partials_floats, totals_offset,
+        scratch_offset, shared_bytes;
 };
 
 struct RotationPlan {
@@ -37,11 +73,39 @@ struct GroupPlan {
     RotationPlan rotation;
 };
 
-/* For O weight rows and at most `rows` activation rows an expert. */
-ProductPlan plan_product(int O, int rows);
+/* Matrices [O, I] of `experts` experts, `matrices` of them at once (gate and up: 2), with at most `rows` activation rows.
+ */
+struct ProductTask {
+    int O, I, experts, rows, matrices;
+    int tile_bytes; /* of the largest format among them */
+    bool codebook, rotates;
+    bool bytes, halves; /* some are multiplied as bytes, as fp16 */
+
+    bool operator==(const ProductTask &other) const {
+        return O == other.O && I == other.I && experts == other.experts && rows == other.rows &&
+               matrices == other.matrices && tile_bytes == other.tile_bytes && codebook == other.codebook &&
+               rotates == other.rotates && bytes == other.bytes && halves == other.halves;
+    }
+};
+
+ProductPlan plan_product(const GpuTraits &gpu, const ProductTask &task);
+
+/* Remembers the plans of a device's last tasks: hosts repeat them call after call. */
+class PlanCache {
+  public:
+    const ProductPlan &product(const GpuTraits &gpu, const ProductTask &task);
+
+  private:
+    struct Entry {
+        ProductTask task;
+        ProductPlan plan;
+    };
+    static constexpr size_t kEntries = 32;
+    std::vector<Entry> entries_;
+    size_t oldest_ = 0;
+};
+
 RotationPlan plan_rotation(int dim, int rows);
-/* For experts with gate and up [H, D] and at most `rows` rows each; `rotates` where one of them rotates its hidden rows. */
-GroupPlan plan_group(int D, int H, int rows, bool rotates);
 
 } // namespace coli
 

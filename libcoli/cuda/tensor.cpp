@@ -1,10 +1,19 @@
 #include "tensor.h"
 
-#include <algorithm>
 #include <new>
 
-#include "kernels/layout.h"
-#include "plan.h"
+#include "transfer.h"
+
+coli::MatrixView ColiCudaTensor::view() const {
+    using namespace coli;
+    const bool row_scales = format == COLI_INT8 || format == COLI_INT4 || format == COLI_INT2;
+    return {memory,
+            plane(),
+            tile_kind(format, group_size, fp8_table_is_e4m3(), codebook_is_small()),
+            group_size,
+            static_cast<int>(tile_bytes(format, group_size)),
+            row_scales};
+}
 
 namespace coli {
 
@@ -33,72 +42,6 @@ size_t scale_bytes(int format, int I, int O, int group_size) {
     return coli_geometry_scale_count(format, O, I, group_size) * coli_geometry_scale_bytes_each(format);
 }
 
-/* Calls step(first row, rows) for pieces of the matrix that fit the staging buffer, at least one row each. */
-template <class Step> bool for_staged_rows(const ColiCudaTensor &tensor, Step step) {
-    const size_t row_bytes = coli_geometry_row_bytes(tensor.format, tensor.I);
-    const int most = static_cast<int>(std::clamp<size_t>(kStagingBytes / row_bytes, 1, static_cast<size_t>(tensor.O)));
-    COLI_FORWARD(tensor.context->staging.reserve(most * row_bytes, "staging of E8 blocks"));
-    for (int row = 0; row < tensor.O; row += most) COLI_FORWARD(step(row, std::min(most, tensor.O - row)));
-    return true;
-}
-
-bool write_e8(const ColiCudaTensor &tensor, const uint8_t *blocks) {
-    const size_t row_bytes = coli_geometry_row_bytes(tensor.format, tensor.I);
-    const cudaStream_t stream = tensor.context->stream;
-    return for_staged_rows(tensor, [&](int row, int rows) {
-        uint8_t *staging = tensor.context->staging.as<uint8_t>();
-        cudaError_t result =
-            cudaMemcpyAsync(staging, blocks + row * row_bytes, rows * row_bytes, cudaMemcpyHostToDevice, stream);
-        if (result == cudaSuccess) result = launch_pack_e8(staging, tensor.memory, tensor.O, tensor.I, row, rows, stream);
-        return succeeded(result, "uploading rows %d to %d of an E8 matrix [%d, %d]", row, row + rows - 1, tensor.O,
-                         tensor.I);
-    });
-}
-
-bool read_e8(const ColiCudaTensor &tensor, uint8_t *blocks) {
-    const size_t row_bytes = coli_geometry_row_bytes(tensor.format, tensor.I);
-    const cudaStream_t stream = tensor.context->stream;
-    return for_staged_rows(tensor, [&](int row, int rows) {
-        uint8_t *staging = tensor.context->staging.as<uint8_t>();
-        cudaError_t result = launch_unpack_e8(tensor.memory, staging, tensor.O, tensor.I, row, rows, stream);
-        if (result == cudaSuccess)
-            result = cudaMemcpyAsync(blocks + row * row_bytes, staging, rows * row_bytes, cudaMemcpyDeviceToHost, stream);
-        if (result == cudaSuccess) result = cudaStreamSynchronize(stream);
-        return succeeded(result, "downloading rows %d to %d of an E8 matrix [%d, %d]", row, row + rows - 1, tensor.O,
-                         tensor.I);
-    });
-}
-
-/* Kernels read whole lanes and mask what lies past the end of a row: give that memory a value once. */
-bool clear_padding(const ColiCudaTensor &tensor) {
-    const size_t row_bytes = coli_geometry_row_bytes(tensor.format, tensor.I);
-    if (tensor.format == COLI_E8 || row_bytes == row_pitch(tensor.format, tensor.I)) return true;
-    return succeeded(cudaMemsetAsync(tensor.memory, 0, tensor.scales_offset, tensor.context->stream),
-                     "clearing the padding of a matrix [%d, %d]", tensor.O, tensor.I);
-}
-
-bool write_rows(const ColiCudaTensor &tensor, const void *weights) {
-    const size_t row_bytes = coli_geometry_row_bytes(tensor.format, tensor.I);
-    return succeeded(cudaMemcpy2DAsync(tensor.memory, row_pitch(tensor.format, tensor.I), weights, row_bytes, row_bytes,
-                                       tensor.O, cudaMemcpyHostToDevice, tensor.context->stream),
-                     "uploading the weights of a matrix [%d, %d]", tensor.O, tensor.I);
-}
-
-bool read_rows(const ColiCudaTensor &tensor, void *weights) {
-    const size_t row_bytes = coli_geometry_row_bytes(tensor.format, tensor.I);
-    return succeeded(cudaMemcpy2DAsync(weights, row_bytes, tensor.memory, row_pitch(tensor.format, tensor.I), row_bytes,
-                                       tensor.O, cudaMemcpyDeviceToHost, tensor.context->stream),
-                     "downloading the weights of a matrix [%d, %d]", tensor.O, tensor.I);
-}
-
-bool write_weights(const ColiCudaTensor &tensor, const void *weights) {
-    return tensor.format == COLI_E8 ? write_e8(tensor, static_cast<const uint8_t *>(weights)) : write_rows(tensor, weights);
-}
-
-bool read_weights(const ColiCudaTensor &tensor, void *weights) {
-    return tensor.format == COLI_E8 ? read_e8(tensor, static_cast<uint8_t *>(weights)) : read_rows(tensor, weights);
-}
-
 } // namespace
 
 size_t allocation_footprint(size_t bytes) {
@@ -108,11 +51,11 @@ size_t allocation_footprint(size_t bytes) {
 }
 
 bool tensor_size_countable(int format, int I, int O, int group_size) {
-    /* in double, which cannot wrap: a row has at most 8 GiB, and no more scales than columns */
-    const double row =
-        static_cast<double>(row_pitch(format, I)) + static_cast<double>(scale_bytes(format, I, 1, group_size));
-    COLI_REFUSE_IF(row * O > 0x1p62, COLI_E_MEMORY, "a matrix [%d, %d] of format %d needs more than 2^62 bytes", O, I,
-                   format);
+    /* in double, which cannot wrap: a strip has at most 256 GiB, and a row no more scales than columns */
+    const double strip = static_cast<double>(weights_extent(format, group_size, kStripRows, I)) +
+                         kStripRows * static_cast<double>(scale_bytes(format, I, 1, group_size));
+    COLI_REFUSE_IF(strip * tile_strips(O) > 0x1p62, COLI_E_MEMORY,
+                   "a matrix [%d, %d] of format %d needs more than 2^62 bytes", O, I, format);
     return true;
 }
 
@@ -128,15 +71,16 @@ ColiCudaTensor *tensor_create(Context &context, const void *weights, const void 
     tensor->I = I;
     tensor->O = O;
     tensor->group_size = group_size;
-    tensor->scales_offset = weights_extent(format, O, I);
+    tensor->tiles_bytes = weights_extent(format, group_size, O, I);
     tensor->scale_bytes = scale_bytes(format, I, O, group_size);
-    tensor->device_bytes = tensor->scales_offset + tensor->scale_bytes;
+    tensor->plane_bytes = scales_in_tiles(format, group_size) ? 0 : tensor->scale_bytes;
+    tensor->device_bytes = tensor->tiles_bytes + tensor->plane_bytes;
     tensor->logical_bytes = static_cast<size_t>(O) * coli_geometry_row_bytes(format, I) + tensor->scale_bytes;
 
     const bool done =
         succeeded(cudaMalloc(reinterpret_cast<void **>(&tensor->memory), tensor->device_bytes),
                   "allocating %zu bytes on device %d for a matrix [%d, %d]", tensor->device_bytes, context.device, O, I) &&
-        clear_padding(*tensor) && tensor_write(*tensor, weights, scales);
+        tensor_write(*tensor, weights, scales);
     if (done) {
         link_into_context(*tensor);
         return tensor;
@@ -162,15 +106,16 @@ void tensor_release(ColiCudaTensor *tensor) {
 bool tensor_write(ColiCudaTensor &tensor, const void *weights, const void *scales) {
     Context &context = *tensor.context;
     if (context.caller_streams) COLI_FORWARD(context.wait_for_readers());
+    COLI_FORWARD(context.staging.reserve());
     tensor.valid = false;
-    if (!write_weights(tensor, weights)) return context.abandon();
     cudaError_t result = cudaSuccess;
-    if (tensor.scale_bytes) {
-        result = cudaMemcpyAsync(tensor.memory + tensor.scales_offset, scales, tensor.scale_bytes, cudaMemcpyHostToDevice,
-                                 context.stream);
-    }
+    if (tensor.plane_bytes)
+        result = cudaMemcpyAsync(tensor.plane(), scales, tensor.plane_bytes, cudaMemcpyHostToDevice, context.stream);
+    if (!succeeded(result, "uploading the scales of a matrix [%d, %d]", tensor.O, tensor.I) ||
+        !upload_tiles(tensor, weights, scales))
+        return context.abandon();
     /* the caller may reuse its memory on return */
-    if (result == cudaSuccess) result = cudaStreamSynchronize(context.stream);
+    result = cudaStreamSynchronize(context.stream);
     if (!succeeded(result, "uploading a matrix [%d, %d]", tensor.O, tensor.I)) return context.abandon();
     tensor.valid = true;
     return true;
@@ -178,12 +123,11 @@ bool tensor_write(ColiCudaTensor &tensor, const void *weights, const void *scale
 
 bool tensor_read(const ColiCudaTensor &tensor, void *weights, void *scales) {
     Context &context = *tensor.context;
-    if (!read_weights(tensor, weights)) return context.abandon();
+    COLI_FORWARD(context.staging.reserve());
+    if (!download_tiles(tensor, weights, scales)) return context.abandon();
     cudaError_t result = cudaSuccess;
-    if (tensor.scale_bytes && scales) {
-        result = cudaMemcpyAsync(scales, tensor.memory + tensor.scales_offset, tensor.scale_bytes, cudaMemcpyDeviceToHost,
-                                 context.stream);
-    }
+    if (tensor.plane_bytes && scales)
+        result = cudaMemcpyAsync(scales, tensor.plane(), tensor.plane_bytes, cudaMemcpyDeviceToHost, context.stream);
     if (result == cudaSuccess) result = cudaStreamSynchronize(context.stream);
     return succeeded(result, "downloading a matrix [%d, %d]", tensor.O, tensor.I) || context.abandon();
 }

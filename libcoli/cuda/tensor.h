@@ -14,10 +14,12 @@ struct ColiCudaTensor {
     bool rotated = true; /* E8: stored rotated */
     bool valid = false;  /* false after an update that failed half-way */
 
-    uint8_t *memory = nullptr;
-    size_t scales_offset = 0, scale_bytes = 0, device_bytes = 0, logical_bytes = 0;
+    uint8_t *memory = nullptr; /* the tiles, then the plane of scales where there is one */
+    size_t tiles_bytes = 0, plane_bytes = 0, device_bytes = 0;
+    size_t scale_bytes = 0, logical_bytes = 0; /* as uploaded: the scales; weights and scales */
 
-    coli::MatrixView view() const { return {memory, memory + scales_offset, format, group_size}; }
+    uint8_t *plane() const { return plane_bytes ? memory + tiles_bytes : nullptr; }
+    coli::MatrixView view() const;
 };
 
 namespace coli {

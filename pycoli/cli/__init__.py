@@ -1,4 +1,5 @@
-"""The command ``pycoli``: ``run`` does the main job on a checkpoint, ``doctor`` reports on the environment."""
+"""The command ``pycoli``: ``run`` does the main job on a checkpoint, ``bench`` measures, ``doctor`` reports on the
+environment."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ from collections.abc import Sequence
 
 from .. import _lib
 from ..errors import ColiError, DeviceError
-from . import doctor, run
+from . import bench, doctor, run
+from .bench.cases import SHAPES
 from .report import BAD_INPUT, NOBODY_READS, WRONG_RESULT, add_options, say
 
-_COMMANDS = {"run": run.command, "doctor": doctor.command}
+_COMMANDS = {"run": run.command, "bench": bench.command, "doctor": doctor.command}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,14 +78,49 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the Gaussian rows (default 0)")
     add_options(run)
 
+    _add_bench(commands)
+
     doctor = commands.add_parser(
         "doctor",
         help="report on libraries, devices and processor, for bug reports",
         description="Prints versions, the libraries found, which entry points and features the GPU library offers and "
         "why not, devices and the processor.",
     )
+    doctor.add_argument(
+        "--plans", action="store_true", help="also print how groups of experts would run on GPUs of each capability"
+    )
     add_options(doctor)
     return parser
+
+
+def _add_bench(commands) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="measure experts on the GPU or the CPU, beside what memory allows",
+        description="Times layers of experts on the GPU, their weights out of the cache, and kernels that read and "
+        "copy the same bytes. Every result is checked against float64 first. The defaults take about a minute.",
+        epilog="Exit code: 0 when every result is right, 1 when one is wrong or a device failed, 2 for arguments "
+        "that cannot be used, or no GPU.",
+    )
+    where = bench.add_mutually_exclusive_group()
+    where.add_argument("--host", action="store_true", help="measure calls with host pointers, and uploads, instead")
+    where.add_argument("--cpu", action="store_true", help="measure the CPU instead")
+    bench.add_argument("--formats", default="all", metavar="LIST", help="such as e8,int4-g64 (default all)")
+    bench.add_argument(
+        "--shapes",
+        metavar="LIST",
+        help=f"of {', '.join(SHAPES)}, or such as 6144x2048 (default all; on the CPU glm)",
+    )
+    bench.add_argument("--rows", metavar="LIST", help="of each expert (default 1,2,4,8,16,32; on the CPU 1,4,16)")
+    bench.add_argument("--experts", type=_positive, metavar="N", help="in a layer (default 8)")
+    bench.add_argument(
+        "--layers", type=_positive, metavar="N", help="in turn (default: so many that no weights stay in the cache)"
+    )
+    bench.add_argument("--reps", type=_positive, metavar="N", help="interleaved repetitions, at least 8 (default 10)")
+    bench.add_argument("--device", type=_natural, metavar="N", help="the GPU's CUDA ordinal (default 0)")
+    bench.add_argument("--compare", metavar="FILE", help="also print ratios to an earlier run's JSON")
+    bench.add_argument("--plot", metavar="FILE", help="also draw rooflines to a .png, .svg or .pdf (needs matplotlib)")
+    add_options(bench)
 
 
 def _natural(text: str) -> int:

@@ -14,6 +14,7 @@ from .. import _bindings, cpu
 from .._lib import lib
 from ..backend import NOT_INSTALLED
 from ..errors import ColiError
+from .plans import plans, plans_as_text
 from .report import RIGHT, check_output, sections, write_report
 
 PACKAGES = ("numpy", "cffi", "ml_dtypes", "safetensors", "tqdm")
@@ -37,7 +38,11 @@ def command(options: argparse.Namespace) -> int:
     """The command itself; returns the exit code, which is 0 whatever the state of the machine."""
     check_output(options)
     report = examine()
-    write_report(report, _as_text(report), options)
+    text = _as_text(report)
+    if options.plans:
+        report["plans"] = _plans()
+        text += f"\n\n{plans_as_text(report['plans'])}"
+    write_report(report, text, options)
     return RIGHT
 
 
@@ -56,9 +61,17 @@ def examine() -> dict:
             "packages": {name: _package_version(name) for name in PACKAGES},
             "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         },
-        "driver": _driver(),
+        "driver": driver_report(),
         **_libraries(),
     }
+
+
+def _plans() -> dict:
+    """The GPU library's plans, or why there are none."""
+    try:
+        return plans(pycoli.open_backend())
+    except ColiError as error:
+        return {"why_not": str(error), "plans": []}
 
 
 def isa_warning() -> str | None:
@@ -78,7 +91,7 @@ def _hidden_installation() -> str | None:
 
 def _libraries() -> dict:
     """What libcoli says of itself, the processor and the GPU library; or why it cannot be loaded, and nothing works."""
-    model = _processor()
+    model = processor_model()
     try:
         libcoli = {"path": cpu.library_path(), "version": cpu.version(), "build": cpu.build_info()}
         use = {
@@ -149,7 +162,7 @@ def _operating_system() -> str:
         return platform.system()
 
 
-def _processor() -> str:
+def processor_model() -> str:
     for line in _lines("/proc/cpuinfo"):
         key, _, value = line.partition(":")
         if key.strip() == "model name":
@@ -157,7 +170,7 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _driver() -> dict:
+def driver_report() -> dict:
     """The NVIDIA kernel driver and the boards it knows, in its own order."""
     version = next(_lines("/proc/driver/nvidia/version"), None)
     boards = []

@@ -75,9 +75,10 @@ def _wrap(line: str, width: int) -> list[str]:
     return textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Columns aligned to the right under their headings; the last line is a total, set apart by a rule."""
+def table(header: Sequence[str], lines: Sequence[Sequence[str]], total: bool = True) -> str:
+    """Columns aligned to the right under their headings; with `total`, the last line is one, set apart by a rule."""
     widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
     rule = "  ".join("-" * width for width in widths)
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *lines]]
-    return "\n".join([text[0], rule, *text[1:-1], rule, text[-1]])
+    body = [*text[1:-1], rule, text[-1]] if total else text[1:]
+    return "\n".join([text[0], rule, *body])

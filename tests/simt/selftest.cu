@@ -4,7 +4,11 @@
  *   selftest NAME bug   runs the case with its mistake put in: a report, or "wrong: ..." and exit status 1
  *
  * tests/test_simt_selftest.py knows which sanitizer or order of threads must notice which mistake. */
-#include "simt.h"
+#include "ptx/barrier.cuh"
+#include "ptx/bits.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/dependent.cuh"
+#include "ptx/mma.cuh"
 
 #include <algorithm>
 #include <cstdio>
@@ -13,6 +17,8 @@
 #include <numeric>
 #include <thread>
 #include <vector>
+
+using namespace coli;
 
 namespace {
 
@@ -128,6 +134,282 @@ void warp_order(bool bug) {
     rotate_lanes<<<1, 32>>>(device_x.data, y.data, bug);
     std::vector<int> got = y.download();
     for (int i = 0; i < 32; i++) EXPECT(got[i] == (i + 1) % 32);
+}
+
+/* ---- Mistakes with the twins of PTX instructions. */
+
+enum CopyBug {
+    copies_right,
+    async_missing_wait,
+    async_missing_barrier,
+    async_early_refill,
+    async_misaligned,
+    async_out_of_bounds,
+    async_not_shared,
+    bulk_missing_wait,
+    bulk_early_release,
+    bulk_overrun,
+    bulk_too_few_bytes,
+    bulk_too_many_bytes,
+    bulk_misaligned,
+    bulk_out_of_bounds,
+    bulk_unpublished,
+    bulk_left_behind,
+    barrier_not_initialised,
+    barrier_initialised_twice,
+    named_barrier_missing,
+    named_barrier_too_few,
+    named_barrier_split_warp,
+    named_barrier_counts,
+};
+
+constexpr int kTiles = 7, kTileFloats = 256, kStages = 3, kConsumers = kTileFloats / 4;
+
+/* Each thread adds up the four floats behind its own of every tile; tiles come through two buffers. */
+__global__ void add_async(const float *x, float *sums, CopyBug bug) {
+    __shared__ __align__(16) float stages[2][kTileFloats];
+    const int own = 4 * threadIdx.x, other = (own + 4) % kTileFloats;
+    auto start = [&](int tile) {
+        const float *from = x + tile * kTileFloats + own + (bug == async_misaligned) +
+                            (bug == async_out_of_bounds && tile == kTiles - 1 ? kTileFloats : 0);
+        if (tile < kTiles) copy_async_16(bug == async_not_shared ? sums : &stages[tile % 2][own], from);
+        copy_async_commit();
+    };
+    start(0);
+    float sum = 0.0f;
+    for (int tile = 0; tile < kTiles; tile++) {
+        start(tile + 1);
+        if (bug == async_missing_wait)
+            copy_async_wait<2>();
+        else
+            copy_async_wait<1>();
+        if (bug != async_missing_barrier) __syncthreads();
+        for (int i = 0; i < 4; i++) sum += stages[tile % 2][other + i];
+        if (bug != async_early_refill) __syncthreads();
+    }
+    sums[threadIdx.x] = sum;
+}
+
+void async_copies(CopyBug bug) {
+    std::vector<float> x = ramp(kTiles * kTileFloats);
+    Device<float> device_x(x), sums(kConsumers);
+    add_async<<<1, kConsumers>>>(device_x.data, sums.data, bug);
+    OK(cudaGetLastError());
+    std::vector<float> got = sums.download();
+    for (int thread = 0; thread < kConsumers; thread++) {
+        float sum = 0.0f;
+        for (int tile = 0; tile < kTiles; tile++) {
+            for (int i = 0; i < 4; i++) sum += x[tile * kTileFloats + (4 * thread + 4 + i) % kTileFloats];
+        }
+        EXPECT(got[thread] == sum);
+    }
+}
+
+/* A warp fetches tiles into a ring; two others wait for each, add it up and hand its place back. The ring is larger than
+ * the shared memory that a block has without asking. */
+struct Ring {
+    float stages[kStages][kTileFloats];
+    uint64_t full[kStages], empty[kStages];
+    float sums[kConsumers];
+    float rest[12 << 10];
+};
+
+__device__ void produce(const float *x, Ring &ring, CopyBug bug) {
+    for (int tile = 0; tile < kTiles; tile++) {
+        const int stage = tile % kStages;
+        const unsigned bytes = sizeof ring.stages[0];
+        const bool last = tile == kTiles - 1;
+        if (tile >= kStages && bug != bulk_overrun) barrier_wait(&ring.empty[stage], (tile / kStages - 1) % 2);
+        barrier_expect(&ring.full[stage], bytes + (bug == bulk_too_few_bytes) * 16 - (bug == bulk_too_many_bytes) * 16);
+        copy_bulk(ring.stages[stage],
+                  x + tile * kTileFloats + (bug == bulk_misaligned) + (bug == bulk_out_of_bounds && last) * 4, bytes,
+                  &ring.full[stage]);
+    }
+    if (bug == bulk_left_behind) copy_bulk(ring.rest, x, 16, &ring.empty[0]);
+}
+
+__device__ void consume(float *sum_of_all, Ring &ring, CopyBug bug) {
+    const int me = threadIdx.x - 32;
+    float sum = 0.0f;
+    for (int tile = 0; tile < kTiles; tile++) {
+        const int stage = tile % kStages;
+        if (bug != bulk_missing_wait || me < 32 || tile < kTiles - 1) barrier_wait(&ring.full[stage], tile / kStages % 2);
+        if (bug == bulk_early_release) barrier_arrive(&ring.empty[stage]);
+        for (int i = 0; i < 4; i++) sum += ring.stages[stage][me + kConsumers * i];
+        if (bug != bulk_early_release) barrier_arrive(&ring.empty[stage]);
+    }
+    ring.sums[me] = sum;
+    if (bug == named_barrier_split_warp) {
+        if (me < 16 || me >= 48) named_barrier_sync(2, 32);
+    }
+    if (bug == named_barrier_counts)
+        named_barrier_sync(1, me < 32 ? 64 : 96);
+    else if (bug != named_barrier_missing && !(bug == named_barrier_too_few && me == 40))
+        named_barrier_sync(1, kConsumers);
+    if (me != 0) return;
+    for (int i = 1; i < kConsumers; i++) sum += ring.sums[i];
+    *sum_of_all = sum;
+}
+
+__global__ void add_bulk(const float *x, float *sum, CopyBug bug) {
+    dependency_wait();
+    Ring &ring = *(Ring *)dynamic_shared();
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < kStages; stage++) {
+            barrier_init(&ring.full[stage], 1);
+            barrier_init(&ring.empty[stage], kConsumers);
+        }
+        if (bug == barrier_initialised_twice) barrier_init(&ring.full[0], 1);
+        if (bug != bulk_unpublished) barrier_init_fence();
+    }
+    if (bug != barrier_not_initialised) __syncthreads();
+    if (threadIdx.x >= 32)
+        consume(sum, ring, bug);
+    else if (threadIdx.x == 0)
+        produce(x, ring, bug);
+    dependency_trigger();
+}
+
+cudaError_t launch_add_bulk(const float *x, float *sum, CopyBug bug) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = 1;
+    config.blockDim = 32 + kConsumers;
+    config.dynamicSmemBytes = sizeof(Ring);
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, add_bulk, x, sum, bug);
+}
+
+void bulk_copies(CopyBug bug) {
+    std::vector<float> x = ramp(kTiles * kTileFloats);
+    Device<float> device_x(x), sum(1);
+    OK(cudaFuncSetAttribute(add_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Ring)));
+    OK(launch_add_bulk(device_x.data, sum.data, bug));
+    EXPECT(sum.download()[0] == std::accumulate(x.begin(), x.end(), 0.0f));
+}
+
+/* Products of small matrices on tensor cores, with the fragments as PTX lays them out. All sums are exact. */
+struct Products {
+    float c16[16][8], c8[16][8];
+    int s8[16][8], u8s8[16][8];
+};
+struct Factors {
+    float a[16][16], b[16][8];
+    int8_t sa[16][32], sb[32][8];
+    uint8_t ua[16][16];
+};
+
+__device__ uint32_t half_pair(float low, float high) {
+    __half2 pair = __floats2half2_rn(low, high);
+    return __half_as_ushort(pair.x) | (uint32_t)__half_as_ushort(pair.y) << 16;
+}
+template <class Byte> __device__ uint32_t four_bytes(const Byte *first, int step) {
+    uint32_t word = 0;
+    for (int i = 0; i < 4; i++) word |= (uint32_t)(uint8_t)first[i * step] << 8 * i;
+    return word;
+}
+
+__global__ void multiply(const Factors *factors, Products *products, bool bug) {
+    const Factors &f = *factors;
+    const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+    auto store = [&](auto(&c)[16][8], const auto(&values)[4]) {
+        c[g][2 * t] = values[0];
+        c[g][2 * t + 1] = values[1];
+        c[g + 8][2 * t] = values[2];
+        c[g + 8][2 * t + 1] = values[3];
+    };
+    uint32_t a[4] = {half_pair(f.a[g][2 * t], f.a[g][2 * t + 1]), half_pair(f.a[g + 8][2 * t], f.a[g + 8][2 * t + 1]),
+                     half_pair(f.a[g][2 * t + 8], f.a[g][2 * t + 9]),
+                     half_pair(f.a[g + 8][2 * t + 8], f.a[g + 8][2 * t + 9])};
+    uint32_t b[2] = {half_pair(f.b[2 * t][g], f.b[2 * t + 1][g]), half_pair(f.b[2 * t + 8][g], f.b[2 * t + 9][g])};
+    if (bug) a[1] = a[2]; /* rows and columns mistaken for each other */
+    float c16[4] = {0.5f, 0.5f, 0.5f, 0.5f}, c8[4] = {};
+    mma_m16n8k16(c16, a, b[0], b[1]);
+    mma_m16n8k8(c8, a[0], a[1], b[0]);
+    store(products->c16, c16);
+    store(products->c8, c8);
+
+    const uint32_t sa[4] = {four_bytes(&f.sa[g][4 * t], 1), four_bytes(&f.sa[g + 8][4 * t], 1),
+                            four_bytes(&f.sa[g][4 * t + 16], 1), four_bytes(&f.sa[g + 8][4 * t + 16], 1)};
+    const uint32_t sb[2] = {four_bytes(&f.sb[4 * t][g], 8), four_bytes(&f.sb[4 * t + 16][g], 8)};
+    int s8[4] = {-7, -7, -7, -7}, u8s8[4] = {};
+    mma_m16n8k32_s8(s8, sa, sb[0], sb[1]);
+    mma_m16n8k16_u8s8(u8s8, four_bytes(&f.ua[g][4 * t], 1), four_bytes(&f.ua[g + 8][4 * t], 1), sb[0]);
+    store(products->s8, s8);
+    store(products->u8s8, u8s8);
+}
+
+void mma_fragments(bool bug) {
+    std::vector<Factors> host(1);
+    Factors &f = host[0];
+    int next = 1;
+    auto random = [&] { return (next = next * 5 % 8191) % 256; };
+    for (auto &row : f.a)
+        for (float &value : row) value = (float)(random() - 128) / 16;
+    for (auto &row : f.b)
+        for (float &value : row) value = (float)(random() - 128) / 4;
+    for (auto &row : f.sa)
+        for (int8_t &value : row) value = (int8_t)random();
+    for (auto &row : f.sb)
+        for (int8_t &value : row) value = (int8_t)random();
+    for (auto &row : f.ua)
+        for (uint8_t &value : row) value = (uint8_t)random();
+    Device<Factors> factors(host);
+    Device<Products> products(1);
+    multiply<<<1, 32>>>(factors.data, products.data, bug);
+    std::vector<Products> got = products.download();
+    for (int row = 0; row < 16; row++) {
+        for (int column = 0; column < 8; column++) {
+            float c16 = 0.5f, c8 = 0.0f;
+            int s8 = -7, u8s8 = 0;
+            for (int k = 0; k < 16; k++) c16 += f.a[row][k] * f.b[k][column];
+            for (int k = 0; k < 8; k++) c8 += f.a[row][k] * f.b[k][column];
+            for (int k = 0; k < 32; k++) s8 += f.sa[row][k] * f.sb[k][column];
+            for (int k = 0; k < 16; k++) u8s8 += f.ua[row][k] * f.sb[k][column];
+            EXPECT(got[0].c16[row][column] == c16 && got[0].c8[row][column] == c8);
+            EXPECT(got[0].s8[row][column] == s8 && got[0].u8s8[row][column] == u8s8);
+        }
+    }
+}
+
+/* All lanes take part in an mma, but it orders no memory. */
+__global__ void multiply_and_exchange(float *out, bool divergent, bool unordered) {
+    __shared__ float buffer[32];
+    float c[4] = {};
+    buffer[threadIdx.x] = 1.0f;
+    if (!divergent || threadIdx.x < 16) mma_m16n8k8(c, 0, 0, 0);
+    if (!unordered) __syncwarp();
+    out[threadIdx.x] = buffer[31 - threadIdx.x] + c[0];
+}
+
+void mma_exchange(bool divergent, bool unordered) {
+    Device<float> out(32);
+    multiply_and_exchange<<<1, 32>>>(out.data, divergent, unordered);
+    for (float value : out.download()) EXPECT(value == 1.0f);
+}
+void mma_divergent(bool bug) {
+    mma_exchange(bug, false);
+}
+void mma_unordered(bool bug) {
+    mma_exchange(false, bug);
+}
+
+__global__ void much_shared(float *out) {
+    __shared__ float some[64 * 128];
+    float *more = (float *)dynamic_shared();
+    some[threadIdx.x] = more[threadIdx.x] = 1.0f;
+    out[threadIdx.x] = some[threadIdx.x] + more[threadIdx.x];
+}
+
+void too_much_shared(bool bug) {
+    Device<float> out(32);
+    const size_t bytes = (227 << 10) - 64 * 128 * sizeof(float) + bug * 16;
+    OK(cudaFuncSetAttribute(much_shared, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    much_shared<<<1, 32, bytes>>>(out.data);
+    EXPECT(out.download()[31] == 2.0f);
 }
 
 /* ---- Mistakes on the host. */
@@ -291,6 +573,112 @@ void check_collectives() {
         EXPECT(r.dot == 100 - 1 + 2 * 2 - 2 * 3 + 4 * 4);
         EXPECT(r.odd_threads == 32);
     }
+}
+
+/* Threads 128 ... 255 meet as a warpgroup does, while others do not. */
+SIMT_UNTRACED int from_group(int mine, unsigned other) {
+    simt::Gathering<int> group(128, 128, mine, "from_group", simt::Location::here());
+    return group[other];
+}
+__global__ void gather_group(int *out) {
+    out[threadIdx.x] = threadIdx.x < 128 ? -1 : from_group((int)threadIdx.x, (threadIdx.x + 40) % 128);
+}
+
+void check_gathering() {
+    Device<int> out(256);
+    gather_group<<<1, 256>>>(out.data);
+    std::vector<int> got = out.download();
+    for (int i = 0; i < 256; i++) EXPECT(got[i] == (i < 128 ? -1 : 128 + (i + 40) % 128));
+}
+
+__device__ unsigned short bits_of(__half h) {
+    return __half_as_ushort(h);
+}
+__global__ void round_halves(unsigned short *out) {
+    auto half_of = [](unsigned short bits) { return __ushort_as_half(bits); };
+    const __half one = half_of(0x3c00), above_one = half_of(0x3c01), below_one = half_of(0x3bff);
+    const __half2 pair = __halves2half2(one, above_one);
+    int n = 0;
+    auto put = [&](__half2 value) {
+        out[n++] = bits_of(__low2half(value));
+        out[n++] = bits_of(__high2half(value));
+    };
+    put(__hadd2(pair, __half2half2(half_of(0x1000)))); /* half a unit in the last place: to even */
+    put(__hsub2(pair, __half2half2(half_of(0x0c00)))); /* below one the unit is half as large */
+    put(__hmul2(__halves2half2(above_one, half_of(0x7bff)), __halves2half2(above_one, above_one)));
+    /* 1 + 2^-11 + 2^-24, which through float would become 1; the exact middle, which is even below */
+    put(__hfma2(__half2half2(above_one), __half2half2(below_one), __halves2half2(half_of(0x0009), half_of(0x0008))));
+    put(__floats2half2_rn(65519.9f, 0x1.8p-25f));
+    put(__hneg2(pair));
+    out[n++] = (unsigned short)__half22float2(pair).x;
+    out[n++] = (unsigned short)(prmt(0x00008000u, 0, 0x9910u) >> 16);
+    out[n++] = (unsigned short)rotl(0x80000001u, 4);
+}
+
+void check_halves() {
+    const std::vector<unsigned short> expected = {0x3c00, 0x3c02, 0x3c00, 0x3c01, 0x3c02, 0x7c00, 0x3c01, 0x3c00,
+                                                  0x7bff, 0x0001, 0xbc00, 0xbc01, 1,      0xffff, 0x0018};
+    Device<unsigned short> out(expected.size());
+    round_halves<<<1, 1>>>(out.data);
+    std::vector<unsigned short> got = out.download();
+    for (size_t i = 0; i < expected.size(); i++) EXPECT(got[i] == expected[i]);
+}
+
+template <int A, int B> __global__ void trap_at(int thread) {
+    if ((int)threadIdx.x == thread) __trap();
+}
+
+/* cudaLaunchKernelEx: its errors, and a name for reports though the kernel is an argument like others. */
+void launch_ex(bool bug) {
+    Device<float> x(ramp(32));
+    cudaLaunchConfig_t config = {};
+    config.gridDim = 1;
+    config.blockDim = 32;
+    OK(cudaLaunchKernelEx(&config, scale, x.data, 2.0f, 32));
+    EXPECT(x.download()[31] == 64.0f);
+    void (*kernel)(float *, float, int) = scale;
+    OK(cudaLaunchKernelEx(&config, kernel, x.data, 2, 32)); /* arguments convert */
+    EXPECT(x.download()[31] == 128.0f);
+
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    EXPECT(cudaLaunchKernelEx(&config, kernel, x.data, 2, 32) == cudaErrorNotSupported);
+    config.numAttrs = 0;
+    config.dynamicSmemBytes = 100 << 10;
+    EXPECT(cudaLaunchKernelEx(&config, much_shared, x.data) == cudaErrorInvalidValue);
+    cudaFuncAttributes attributes;
+    OK(cudaFuncGetAttributes(&attributes, much_shared));
+    EXPECT(attributes.maxDynamicSharedSizeBytes == 48 << 10);
+    EXPECT(cudaFuncSetAttribute(much_shared, cudaFuncAttributeMaxDynamicSharedMemorySize, (227 << 10) + 1) ==
+           cudaErrorInvalidValue);
+    cudaGetLastError();
+    config.dynamicSmemBytes = 0;
+    simt_fail_call("launch", 1);
+    EXPECT(cudaLaunchKernelEx(&config, kernel, x.data, 2, 32) == cudaErrorLaunchOutOfResources);
+    EXPECT(cudaGetLastError() == cudaErrorLaunchOutOfResources);
+    OK(cudaLaunchKernelEx(&config, trap_at<1, (2 > 1)>, bug ? 3 : -1));
+    OK(cudaDeviceSynchronize());
+}
+
+/* With SIMT_CAPABILITY=80. */
+void check_capability(bool bug) {
+    int major, minor, shared;
+    OK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 1));
+    OK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 1));
+    OK(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, 1));
+    EXPECT(major == 8 && minor == 0 && shared == 163 << 10);
+    EXPECT(cudaFuncSetAttribute(add_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize, (163 << 10) + 1) ==
+           cudaErrorInvalidValue);
+    cudaGetLastError();
+    OK(cudaFuncSetAttribute(add_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize, 163 << 10));
+    async_copies(copies_right);
+    mma_fragments(false);
+    Device<float> x(kTiles * kTileFloats), sum(1);
+    EXPECT(launch_add_bulk(x.data, sum.data, copies_right) == cudaErrorNotSupported);
+    if (bug) add_bulk<<<1, 96, sizeof(Ring)>>>(x.data, sum.data, copies_right);
+    OK(cudaDeviceSynchronize());
 }
 
 struct Shape {
@@ -558,6 +946,8 @@ struct Case {
     void (*run)(bool bug);
 };
 #define REDUCTION(bug_) {#bug_, [](bool bug) { reduction(bug ? bug_ : none); }}
+#define ASYNC(bug_) {#bug_, [](bool bug) { async_copies(bug ? bug_ : copies_right); }}
+#define BULK(bug_) {#bug_, [](bool bug) { bulk_copies(bug ? bug_ : copies_right); }}
 #define CASE(name) {#name, name}
 #define CHECK(name) {#name, [](bool) { name(); }}
 const Case cases[] = {
@@ -572,6 +962,32 @@ const Case cases[] = {
     REDUCTION(unwritten_shared),
     REDUCTION(trap),
     CASE(warp_order),
+    ASYNC(async_missing_wait),
+    ASYNC(async_missing_barrier),
+    ASYNC(async_early_refill),
+    ASYNC(async_misaligned),
+    ASYNC(async_out_of_bounds),
+    ASYNC(async_not_shared),
+    BULK(bulk_missing_wait),
+    BULK(bulk_early_release),
+    BULK(bulk_overrun),
+    BULK(bulk_too_few_bytes),
+    BULK(bulk_too_many_bytes),
+    BULK(bulk_misaligned),
+    BULK(bulk_out_of_bounds),
+    BULK(bulk_unpublished),
+    BULK(bulk_left_behind),
+    BULK(barrier_not_initialised),
+    BULK(barrier_initialised_twice),
+    BULK(named_barrier_missing),
+    BULK(named_barrier_too_few),
+    BULK(named_barrier_split_warp),
+    BULK(named_barrier_counts),
+    CASE(mma_fragments),
+    CASE(mma_divergent),
+    CASE(mma_unordered),
+    CASE(too_much_shared),
+    CASE(launch_ex),
     CASE(other_device),
     CASE(other_device_hidden),
     CASE(host_pointer),
@@ -581,7 +997,10 @@ const Case cases[] = {
     CASE(legacy_stream),
     CASE(early_reuse),
     CASE(missing_wait),
+    CASE(check_capability),
     CHECK(check_collectives),
+    CHECK(check_gathering),
+    CHECK(check_halves),
     CHECK(check_grids),
     CHECK(check_symbols),
     CHECK(check_errors),

@@ -9,12 +9,15 @@
  * - ThreadSanitizer sees missing barriers, every GPU thread being one of its fibers; SIMT_ORDER often shows them too;
  * - divergent barriers and warp collectives are reported with their source lines, then the process aborts;
  * - every block starts with shared memory full of 0xff bytes (NaN), so that reading what was not written shows;
+ * - copies that go on behind a thread (cp.async) arrive when they are waited for, and their target is full of 0xff bytes
+ *   until then;
  * - work on a stream is put off until somebody waits for it, so that missing synchronisation shows.
  *
- * What it cannot show: races between blocks, memory ordering, register and shared memory limits, coalescing, speed, inline
- * PTX and the rounding of approximate intrinsics (they are the host's exact functions).
+ * What it cannot show: races between blocks, memory ordering, register limits, coalescing, speed, inline PTX (what the
+ * backend has of it has twins here), kernels that overlap on one stream, and the rounding of approximate intrinsics and
+ * tensor cores (they are the host's exact functions).
  *
- * Build: g++ -std=c++17 -ffp-contract=off -fno-strict-aliasing, together with simt_execution.cpp and simt_cuda_runtime.cpp.
+ * Build: g++ -std=c++17 -ffp-contract=off -fno-strict-aliasing, together with the simt_*.cpp.
  *
  * Environment, read when a kernel starts or a call is made:
  * - SIMT_ORDER=fwd, rev or rand:SEED: the order in which threads run between barriers, and blocks in a grid (fwd);
@@ -23,15 +26,18 @@
  * - SIMT_DEVICES=N: number of devices, up to 16 (2);
  * - SIMT_DEVICE_MB=N: memory of each device in MiB (4096);
  * - SIMT_MULTIPROCESSORS=N: multiprocessors of each device (4);
+ * - SIMT_CAPABILITY=N: compute capability of each device, ten times: 80, 86, 89, 90, 100, 120 (90);
  * - SIMT_NO_DEVICE=1: as on a machine with a driver and no GPU;
  * - SIMT_FAIL=NAME:N,NAME:N,...: as simt_fail_call (simt_cuda_runtime.h), from the start of the process. */
 #ifndef SIMT_H
 #define SIMT_H
 
+#include "simt_async.h"
 #include "simt_cuda_runtime.h"
 #include "simt_execution.h"
 #include "simt_half.h"
 #include "simt_intrinsics.h"
+#include "simt_mma.h"
 #include "simt_types.h"
 
 #endif

@@ -26,7 +26,7 @@
 namespace {
 
 constexpr int MAX_DEVICES = 16;
-constexpr size_t SHARED_BYTES = 48 << 10, SHARED_BYTES_OPTIN = 227 << 10;
+constexpr size_t SHARED_BYTES = 48 << 10, RESERVED_SHARED_BYTES = 1 << 10;
 
 /* One recording of an event. It stays as it is when the event is recorded again. */
 struct Mark {
@@ -139,6 +139,27 @@ int device_count() {
 }
 size_t device_bytes() {
     return from_environment("SIMT_DEVICE_MB", 4096) << 20;
+}
+int capability() {
+    return (int)from_environment("SIMT_CAPABILITY", 90);
+}
+/* Of a multiprocessor. One block gets all but what is reserved. */
+size_t shared_bytes() {
+    switch (capability()) {
+    case 80:
+    case 87:
+        return 164 << 10;
+    case 86:
+    case 89:
+    case 120:
+    case 121:
+        return 100 << 10;
+    default:
+        return 228 << 10;
+    }
+}
+size_t shared_bytes_optin() {
+    return shared_bytes() - RESERVED_SHARED_BYTES;
 }
 bool eager() {
     const char *text = getenv("SIMT_STREAMS");
@@ -437,6 +458,11 @@ void make_resident(void *address, Symbol &symbol, int device) {
 
 /* Kernels. */
 
+size_t dynamic_shared_limit(const void *function) {
+    auto limit = runtime().dynamic_shared_limits.find(function);
+    return limit == runtime().dynamic_shared_limits.end() ? SHARED_BYTES : std::max((size_t)limit->second, SHARED_BYTES);
+}
+
 cudaError_t check_launch(const simt::LaunchConfig &config, const void *function) {
     dim3 grid = config.grid, block = config.block;
     uint64_t threads = (uint64_t)block.x * block.y * block.z;
@@ -446,9 +472,7 @@ cudaError_t check_launch(const simt::LaunchConfig &config, const void *function)
     if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > INT32_MAX || grid.y > 65535 || grid.z > 65535) {
         return cudaErrorInvalidConfiguration;
     }
-    auto limit = runtime().dynamic_shared_limits.find(function);
-    size_t allowed = limit == runtime().dynamic_shared_limits.end() ? SHARED_BYTES : (size_t)limit->second;
-    return config.dynamic_shared_bytes > std::max(allowed, SHARED_BYTES) ? cudaErrorInvalidValue : cudaSuccess;
+    return config.dynamic_shared_bytes > dynamic_shared_limit(function) ? cudaErrorInvalidValue : cudaSuccess;
 }
 
 /* A real device would stop at the first access, with cudaErrorIllegalAddress at some later call. */
@@ -469,8 +493,8 @@ void check_pointers(const char *kernel, const std::vector<const void *> &pointer
 
 } // namespace
 
-void simt::submit(const LaunchConfig &config, const BoundKernel &kernel) {
-    call("launch", [&]() -> cudaError_t {
+cudaError_t simt::submit(const LaunchConfig &config, const BoundKernel &kernel) {
+    return call("launch", [&]() -> cudaError_t {
         cudaStream_t stream = find_stream(config.stream);
         if (!stream || stream->device != current_device) return cudaErrorInvalidResourceHandle;
         cudaError_t error = check_launch(config, kernel.function);
@@ -478,12 +502,40 @@ void simt::submit(const LaunchConfig &config, const BoundKernel &kernel) {
         std::vector<const void *> pointers(kernel.pointers, kernel.pointers + kernel.arguments);
         return enqueue(*stream, [grid = config.grid, block = config.block, shared = config.dynamic_shared_bytes,
                                  device = stream->device, name = kernel.name, pointers, body = kernel.run_thread] {
-            check_pointers(name, pointers, device);
+            check_pointers(name.c_str(), pointers, device);
             for (auto &[address, symbol] : runtime().symbols) make_resident(address, symbol, device);
             DeviceAccess access(device);
-            run_grid(grid, block, shared, name, body);
+            run_grid({capability(), shared_bytes_optin()}, grid, block, shared, name.c_str(), body);
         });
     });
+}
+
+/* Programmatic serialisation lets a kernel begin early; that it begins in its turn is one of the ways this may go. */
+cudaError_t simt::check_attributes(const cudaLaunchConfig_t *config) {
+    if (!config || (config->numAttrs && !config->attrs)) return remember(cudaErrorInvalidValue);
+    for (unsigned i = 0; i < config->numAttrs; i++) {
+        const cudaLaunchAttribute &attribute = config->attrs[i];
+        bool known = attribute.id == cudaLaunchAttributeIgnore || attribute.id == cudaLaunchAttributePriority;
+        if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+            known = !attribute.val.programmaticStreamSerializationAllowed || capability() >= 90;
+        }
+        if (!known) return remember(cudaErrorNotSupported);
+    }
+    return cudaSuccess;
+}
+
+std::string simt::second_argument(const char *text) {
+    int angles = 0, others = 0, comma = 0;
+    std::string argument;
+    for (; *text; text++) {
+        if (strchr("([{", *text)) others++;
+        if (strchr(")]}", *text)) others--;
+        if (others == 0) angles += (*text == '<') - (*text == '>');
+        bool separator = *text == ',' && angles == 0 && others == 0;
+        if (separator && ++comma == 2) break;
+        if (comma == 1 && !separator && !(argument.empty() && *text == ' ')) argument += *text;
+    }
+    return argument;
 }
 
 cudaError_t simt::copy_to_symbol(const char *name, void *symbol, size_t symbol_bytes, const void *from, size_t bytes,
@@ -645,9 +697,9 @@ static cudaDeviceProp device_properties(int device) {
     strcpy(p.name, "SIMT CPU device");
     p.totalGlobalMem = device_bytes();
     p.sharedMemPerBlock = SHARED_BYTES;
-    p.sharedMemPerBlockOptin = SHARED_BYTES_OPTIN;
-    p.sharedMemPerMultiprocessor = 228 << 10;
-    p.reservedSharedMemPerBlock = 1 << 10;
+    p.sharedMemPerBlockOptin = shared_bytes_optin();
+    p.sharedMemPerMultiprocessor = shared_bytes();
+    p.reservedSharedMemPerBlock = RESERVED_SHARED_BYTES;
     p.totalConstMem = 64 << 10;
     p.regsPerBlock = p.regsPerMultiprocessor = 64 << 10;
     p.warpSize = 32;
@@ -658,7 +710,8 @@ static cudaDeviceProp device_properties(int device) {
     p.maxThreadsDim[2] = 64;
     p.maxGridSize[0] = INT32_MAX;
     p.maxGridSize[1] = p.maxGridSize[2] = 65535;
-    p.major = 9;
+    p.major = capability() / 10;
+    p.minor = capability() % 10;
     p.multiProcessorCount = (int)from_environment("SIMT_MULTIPROCESSORS", 4);
     p.canMapHostMemory = p.concurrentKernels = p.unifiedAddressing = 1;
     p.pciBusID = device + 1;
@@ -706,6 +759,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
             {cudaDevAttrMaxSharedMemoryPerMultiprocessor, p.sharedMemPerMultiprocessor},
             {cudaDevAttrMaxRegistersPerMultiprocessor, p.regsPerMultiprocessor},
             {cudaDevAttrMaxSharedMemoryPerBlockOptin, p.sharedMemPerBlockOptin},
+            {cudaDevAttrReservedSharedMemoryPerBlock, p.reservedSharedMemPerBlock},
         };
         auto known = values.find(attribute);
         if (known == values.end()) return cudaErrorInvalidValue;
@@ -1049,8 +1103,19 @@ cudaError_t cudaFuncSetAttribute(const void *function, cudaFuncAttribute attribu
     return call(__func__, [&]() -> cudaError_t {
         if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) return cudaSuccess;
         if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaErrorInvalidValue;
-        if (value < 0 || (size_t)value > SHARED_BYTES_OPTIN) return cudaErrorInvalidValue;
+        if (value < 0 || (size_t)value > shared_bytes_optin()) return cudaErrorInvalidValue;
         runtime().dynamic_shared_limits[function] = value;
+        return cudaSuccess;
+    });
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *function) {
+    return call(__func__, [&]() -> cudaError_t {
+        if (!attributes || !function) return cudaErrorInvalidValue;
+        *attributes = {};
+        attributes->maxThreadsPerBlock = 1024;
+        attributes->ptxVersion = attributes->binaryVersion = capability();
+        attributes->maxDynamicSharedSizeBytes = (int)dynamic_shared_limit(function);
         return cudaSuccess;
     });
 }

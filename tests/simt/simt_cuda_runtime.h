@@ -18,7 +18,9 @@
 #include "simt_types.h"
 
 #include <functional>
+#include <string>
 #include <type_traits>
+#include <utility>
 
 #define CUDART_VERSION 13000
 
@@ -92,7 +94,8 @@ enum cudaDeviceAttr {
     cudaDevAttrComputeCapabilityMinor = 76,
     cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
     cudaDevAttrMaxRegistersPerMultiprocessor = 82,
-    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+    cudaDevAttrReservedSharedMemoryPerBlock = 111
 };
 
 enum cudaFuncAttribute {
@@ -127,6 +130,11 @@ struct cudaDeviceProp {
     size_t reservedSharedMemPerBlock;
 };
 
+struct cudaFuncAttributes {
+    size_t sharedSizeBytes, constSizeBytes, localSizeBytes;
+    int maxThreadsPerBlock, numRegs, ptxVersion, binaryVersion, cacheModeCA, maxDynamicSharedSizeBytes;
+};
+
 struct cudaPointerAttributes {
     cudaMemoryType type;
     int device;
@@ -137,6 +145,33 @@ using cudaStream_t = struct CUstream_st *;
 using cudaEvent_t = struct CUevent_st *;
 using cudaGraph_t = struct CUgraph_st *;
 using cudaGraphExec_t = struct CUgraphExec_st *;
+
+enum cudaLaunchAttributeID {
+    cudaLaunchAttributeIgnore = 0,
+    cudaLaunchAttributeCooperative = 2,
+    cudaLaunchAttributeClusterDimension = 4,
+    cudaLaunchAttributeProgrammaticStreamSerialization = 6,
+    cudaLaunchAttributePriority = 8
+};
+union cudaLaunchAttributeValue {
+    char pad[64];
+    int cooperative, programmaticStreamSerializationAllowed, priority;
+    struct {
+        unsigned x, y, z;
+    } clusterDim;
+};
+struct cudaLaunchAttribute {
+    cudaLaunchAttributeID id;
+    char pad[8 - sizeof(cudaLaunchAttributeID)];
+    cudaLaunchAttributeValue val;
+};
+struct cudaLaunchConfig_t {
+    dim3 gridDim, blockDim;
+    size_t dynamicSmemBytes;
+    cudaStream_t stream;
+    cudaLaunchAttribute *attrs;
+    unsigned numAttrs;
+};
 
 #define cudaStreamLegacy ((cudaStream_t)0x1)
 #define cudaStreamDefault 0x00
@@ -208,6 +243,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable);
 
 cudaError_t cudaFuncSetAttribute(const void *function, cudaFuncAttribute attribute, int value);
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *function);
 
 /* For tests. */
 
@@ -237,6 +273,9 @@ template <class T> cudaError_t cudaHostAlloc(T **memory, size_t bytes, unsigned 
 template <class T> cudaError_t cudaFuncSetAttribute(T *function, cudaFuncAttribute attribute, int value) {
     return cudaFuncSetAttribute((const void *)function, attribute, value);
 }
+template <class T> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, T *function) {
+    return cudaFuncGetAttributes(attributes, (const void *)function);
+}
 
 namespace simt {
 
@@ -251,13 +290,13 @@ struct LaunchConfig {
 
 /* A kernel with its arguments bound, as it lies on a stream. */
 struct BoundKernel {
-    const char *name;
+    std::string name;
     const void *function;
     const void *const *pointers; /* its arguments; null for those that are not pointers to objects */
     size_t arguments;
     std::function<void()> run_thread;
 };
-void submit(const LaunchConfig &config, const BoundKernel &kernel);
+cudaError_t submit(const LaunchConfig &config, const BoundKernel &kernel);
 
 /* `symbol` is a __constant__ or __device__ variable: each device has a value of its own for it. */
 cudaError_t copy_to_symbol(const char *call, void *symbol, size_t symbol_bytes, const void *from, size_t bytes,
@@ -274,19 +313,33 @@ template <class T> const void *object_pointer([[maybe_unused]] const T &argument
  * converted and copied by the launch. */
 template <class... Parameters> struct Launch {
     LaunchConfig config;
-    const char *name;
+    std::string name;
     void (*kernel)(Parameters...);
 
-    void operator()(Parameters... arguments) const {
+    cudaError_t operator()(Parameters... arguments) const {
         const void *pointers[] = {object_pointer(arguments)..., nullptr};
-        submit(config, {name, (const void *)kernel, pointers, sizeof...(arguments),
-                        [run = kernel, arguments...] { run(arguments...); }});
+        return submit(config, {name, (const void *)kernel, pointers, sizeof...(arguments),
+                               [run = kernel, arguments...] { run(arguments...); }});
     }
 };
 template <class... Parameters>
 Launch<Parameters...> launch(const LaunchConfig &config, const char *name, void (*kernel)(Parameters...)) {
     return {config, name, kernel};
 }
+
+/* cudaLaunchKernelEx, told the text of its arguments, which has the kernel's name. */
+cudaError_t check_attributes(const cudaLaunchConfig_t *config);
+std::string second_argument(const char *text);
+template <class... Parameters, class... Arguments>
+cudaError_t launch_kernel_ex(const char *text, const cudaLaunchConfig_t *config, void (*kernel)(Parameters...),
+                             Arguments &&...arguments) {
+    cudaError_t error = check_attributes(config);
+    if (error != cudaSuccess) return error;
+    Launch<Parameters...> launch = {
+        {config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream}, second_argument(text), kernel};
+    return launch(std::forward<Arguments>(arguments)...);
+}
+#define cudaLaunchKernelEx(...) simt::launch_kernel_ex(#__VA_ARGS__, __VA_ARGS__)
 
 } // namespace simt
 

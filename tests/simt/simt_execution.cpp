@@ -1,6 +1,7 @@
 /* simt_execution.cpp - runs a grid: schedules the threads of a block on fibers and lets them meet at barriers. */
 #include "simt_execution.h"
 
+#include "simt_async.h"
 #include "simt_fibers.h"
 
 #include <cstdarg>
@@ -11,6 +12,8 @@ namespace simt {
 
 Thread *current;
 Block block;
+DeviceModel device;
+const void *offers[1024];
 
 /* Lanes of one warp that meet under one mask. What they bring is kept twice: lanes that are ahead bring values to the next
  * meeting while others still read those of the last. */
@@ -31,7 +34,7 @@ struct Warp {
 
 namespace {
 
-constexpr unsigned WARP = 32, MAX_THREADS = 1024, MAX_WARPS = MAX_THREADS / WARP;
+constexpr unsigned WARP = 32, MAX_THREADS = 1024, MAX_WARPS = MAX_THREADS / WARP, NAMED_BARRIERS = 16;
 
 #if defined(__SANITIZE_THREAD__)
 /* Two threads that use one stack in turn would race on it in ThreadSanitizer's eyes. */
@@ -63,6 +66,25 @@ unsigned live, returned;
 unsigned barrier_generation, barrier_arrived;
 unsigned barrier_true[2];
 Location barrier_where;
+
+/* A number of threads, whole warps, that meet. */
+struct Rendezvous {
+    unsigned arrived, threads, generation;
+    const char *operation;
+    Location where; /* of who came last */
+    Waiting waiting;
+    char passed[2]; /* stands for the order of memory, where the meeting makes one */
+};
+Rendezvous named_barriers[NAMED_BARRIERS];
+Rendezvous convergences[MAX_WARPS]; /* by first warp */
+
+/* Shared memory that the block has declared so far. */
+struct SharedRange {
+    char *begin, *end;
+};
+SharedRange shared_ranges[256];
+unsigned shared_range_count;
+size_t shared_bytes;
 
 /* Addresses that stand for an order which CUDA guarantees, for ThreadSanitizer. */
 char block_start, block_finish, barrier_passed[2];
@@ -167,6 +189,31 @@ SIMT_UNTRACED void complete_barrier() {
     current_warp = &warps[choose_bit(runnable_warps)];
 }
 
+/* The caller has come; returns when all have. */
+SIMT_UNTRACED void meet_at(Rendezvous &r, unsigned count, const char *operation, Location where) {
+    if (r.arrived && r.threads != count) {
+        fail("threads wait at one barrier for %u and for %u threads, at %s:%d and %s:%d", r.threads, count, r.where.file,
+             r.where.line, where.file, where.line);
+    }
+    r.threads = count;
+    r.operation = operation;
+    r.where = where;
+    if (++r.arrived < count) return wait_among(r.waiting, operation, where);
+    Thread &self = *current;
+    r.waiting.lanes[self.warp - warps] |= 1u << self.lane;
+    for (unsigned w = 0; w < warp_count; w++) {
+        unsigned lanes = r.waiting.lanes[w];
+        if (!lanes || lanes == warps[w].live) continue;
+        fail("%u threads meet in %s at %s:%d, but of warp %u only the lanes 0x%08x", count, operation, where.file,
+             where.line, w, lanes);
+    }
+    r.arrived = 0;
+    r.generation++;
+    wake(r.waiting);
+    current_warp = &warps[choose_bit(runnable_warps)];
+    suspend(operation, where);
+}
+
 SIMT_UNTRACED void complete_collective(Warp &warp, Collective &c) {
     c.lanes[c.generation & 1] = c.reading = c.arrived;
     c.arrived = 0;
@@ -196,6 +243,7 @@ SIMT_UNTRACED void run_body() {
 SIMT_UNTRACED void thread_returns() {
     Thread &self = *current;
     Warp &warp = *self.warp;
+    forget_copies();
     if (barrier_arrived && !lax) {
         fail("the thread returns while %u others wait at the barrier at %s:%d", barrier_arrived, barrier_where.file,
              barrier_where.line);
@@ -238,6 +286,7 @@ SIMT_UNTRACED void run_block() {
     returned = 0;
     barrier_arrived = barrier_true[barrier_generation & 1] = 0;
     runnable_warps = 0;
+    forget_barriers();
     for (unsigned w = 0; w < warp_count; w++) {
         unsigned lanes = live - w * WARP < WARP ? (1u << (live - w * WARP)) - 1 : ~0u;
         warps[w].live = warps[w].unstarted = lanes;
@@ -247,6 +296,7 @@ SIMT_UNTRACED void run_block() {
     release(&block_start);
     switch_to_thread(take_next_thread());
     acquire(&block_finish);
+    check_copies_arrived();
     current = nullptr;
 }
 
@@ -355,6 +405,44 @@ SIMT_UNTRACED Meeting meet(unsigned mask, uint64_t value, const char *operation,
     return {c.values[parity], c.lanes[parity]};
 }
 
+SIMT_UNTRACED void named_barrier_sync(int id, int threads, Location where) {
+    if (id < 1 || id >= (int)NAMED_BARRIERS || threads <= 0 || threads % (int)WARP || threads > (int)MAX_THREADS) {
+        fail("named_barrier_sync(%d, %d) at %s:%d: the barriers are 1 to 15, of whole warps", id, threads, where.file,
+             where.line);
+    }
+    Rendezvous &r = named_barriers[id];
+    char *passed = &r.passed[r.generation & 1];
+    release(passed);
+    meet_at(r, (unsigned)threads, "named_barrier_sync", where);
+    acquire(passed);
+}
+
+SIMT_UNTRACED void converge(unsigned first, unsigned count, const void *mine, const char *operation, Location where) {
+    if (first % WARP || count % WARP || current->number - first >= count) {
+        fail("%s at %s:%d: threads %u to %u are not whole warps, the caller's among them", operation, where.file,
+             where.line, first, first + count - 1);
+    }
+    Rendezvous &r = convergences[first / WARP];
+    if (!lax && r.arrived && !(strcmp(r.operation, operation) == 0 && same_place(r.where, where))) {
+        fail("lanes of one warp meet in different operations, %s at %s:%d and %s at %s:%d", r.operation, r.where.file,
+             r.where.line, operation, where.file, where.line);
+    }
+    offers[current->number] = mine;
+    meet_at(r, count, operation, where);
+}
+
+SIMT_UNTRACED void wait_among(Waiting &waiting, const char *operation, Location where) {
+    waiting.lanes[current->warp - warps] |= 1u << current->lane;
+    suspend(operation, where);
+}
+
+SIMT_UNTRACED void wake(Waiting &waiting) {
+    for (unsigned w = 0; w < warp_count; w++) {
+        if (waiting.lanes[w]) make_ready(warps[w], waiting.lanes[w]);
+        waiting.lanes[w] = 0;
+    }
+}
+
 SIMT_UNTRACED void yield() {
     Thread &self = *current;
     if (!runnable_warps) return;
@@ -366,12 +454,41 @@ SIMT_UNTRACED void yield() {
     switch_to_thread(next);
 }
 
+SIMT_UNTRACED void dawdle() {
+    if (order == Order::random && random_number() & 1) yield();
+}
+
 SIMT_UNTRACED unsigned live_lanes() {
     return current->warp->live;
 }
 
+void require_capability(int capability, const char *operation, Location where) {
+    if (device.capability >= capability) return;
+    fail("%s at %s:%d needs compute capability %d.%d, this device has %d.%d", operation, where.file, where.line,
+         capability / 10, capability % 10, device.capability / 10, device.capability % 10);
+}
+
+SIMT_UNTRACED void add_shared(void *memory, size_t bytes) {
+    if (shared_range_count == sizeof shared_ranges / sizeof shared_ranges[0]) fail("too many __shared__ variables");
+    shared_ranges[shared_range_count++] = {(char *)memory, (char *)memory + bytes};
+    shared_bytes += bytes;
+    if (shared_bytes > device.shared_bytes) {
+        fail("%zu bytes of shared memory, static and dynamic, where a block has at most %zu", shared_bytes,
+             device.shared_bytes);
+    }
+    poison(memory, bytes);
+}
+
+SIMT_UNTRACED bool is_shared(const void *memory, size_t bytes) {
+    for (unsigned i = 0; i < shared_range_count; i++) {
+        const SharedRange &range = shared_ranges[i];
+        if (memory >= range.begin && (const char *)memory + bytes <= range.end) return true;
+    }
+    return false;
+}
+
 /* Not by memset: ThreadSanitizer would take that for an access of the thread. */
-SIMT_UNTRACED void poison_shared(void *memory, size_t bytes) {
+SIMT_UNTRACED void poison(void *memory, size_t bytes) {
 #if defined(__x86_64__)
     asm volatile("rep stosb" : "+D"(memory), "+c"(bytes) : "a"(0xff) : "memory");
 #else
@@ -379,9 +496,10 @@ SIMT_UNTRACED void poison_shared(void *memory, size_t bytes) {
 #endif
 }
 
-SIMT_UNTRACED void run_grid(dim3 grid, dim3 block_size, size_t dynamic_shared_bytes, const char *kernel_name,
-                            const std::function<void()> &kernel_body) {
+SIMT_UNTRACED void run_grid(const DeviceModel &device_model, dim3 grid, dim3 block_size, size_t dynamic_shared_bytes,
+                            const char *kernel_name, const std::function<void()> &kernel_body) {
     read_environment();
+    device = device_model;
     kernel = kernel_name;
     body = &kernel_body;
     block.size = block_size;
@@ -395,8 +513,9 @@ SIMT_UNTRACED void run_grid(dim3 grid, dim3 block_size, size_t dynamic_shared_by
                        (unsigned)(linear / grid.x / grid.y)};
         block.number++;
         block.dynamic_shared = nullptr;
-        if (dynamic_shared_bytes && posix_memalign(&block.dynamic_shared, 128, dynamic_shared_bytes) == 0) {
-            poison_shared(block.dynamic_shared, dynamic_shared_bytes);
+        shared_bytes = shared_range_count = 0;
+        if (dynamic_shared_bytes && posix_memalign(&block.dynamic_shared, 1024, dynamic_shared_bytes) == 0) {
+            add_shared(block.dynamic_shared, dynamic_shared_bytes);
         }
         run_block();
         free(block.dynamic_shared);

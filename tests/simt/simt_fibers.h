@@ -6,6 +6,8 @@
 #ifndef SIMT_FIBERS_H
 #define SIMT_FIBERS_H
 
+#include "simt_types.h"
+
 #include <cstdio>
 #include <cstdlib>
 #include <sys/mman.h>
@@ -18,8 +20,6 @@
 #if defined(__SANITIZE_THREAD__)
 #include <sanitizer/tsan_interface.h>
 #endif
-
-#define SIMT_UNTRACED __attribute__((no_sanitize("thread")))
 
 namespace simt {
 

@@ -19,6 +19,9 @@
 /* Blocks run one at a time, so one copy serves all; SIMT_SHARED below gives each block a fresh one. */
 #define __shared__ static
 
+/* What is the model's own, and no access of a GPU thread. */
+#define SIMT_UNTRACED __attribute__((no_sanitize("thread")))
+
 #define SIMT_VECTORS(T, base, align2, align4)                                                                              \
     struct T##1 {                                                                                                          \
         base x;                                                                                                            \

@@ -3,7 +3,6 @@
 
 #include "../fault.h"
 #include "../host_calls.h"
-#include "../kernels/matmul.h"
 #include "../kernels/rotate.h"
 #include "upload.h"
 
@@ -201,8 +200,9 @@ int coli_cuda_matmul_dev(const ColiCudaTensor *tensor, float *y_dev, const float
     if (S == 0) return 1;
     COLI_FORWARD(device_pointers_given(y_dev, x_dev));
     context.caller_streams = true;
-    const MatmulParams params{tensor->view(), tensor->O, tensor->I, S, x_dev, y_dev, context.tables};
-    return succeeded(launch_matmul(params, plan_product(tensor->O, S), static_cast<cudaStream_t>(stream)),
+    GroupParams params = product_params(*tensor, y_dev, x_dev, S);
+    params.tables = context.tables;
+    return succeeded(launch_down(params, plan_of_product(context, params), static_cast<cudaStream_t>(stream)),
                      "launching a product of %d rows with a matrix [%d, %d] on device %d", S, tensor->O, tensor->I,
                      context.device);
 }
@@ -232,7 +232,7 @@ int coli_cuda_expert_group_dev(ColiCudaTensor *const *gates, ColiCudaTensor *con
         params.tables = context->tables;
         place_workspace(&params, total_rows, workspace_dev);
         if (params.max_rows > 0) {
-            COLI_FORWARD(succeeded(launch_expert_group(params, plan_of(params), static_cast<cudaStream_t>(stream)),
+            COLI_FORWARD(succeeded(launch_expert_group(params, plan_of(*context, params), static_cast<cudaStream_t>(stream)),
                                    "launching %d expert(s) with %d rows on device %d", count, total_rows, context->device));
         }
         const ExpertEntry &last = params.experts[params.count - 1];

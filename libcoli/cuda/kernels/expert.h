@@ -26,17 +26,23 @@ struct GroupParams {
     int D, H; /* gate and up [H, D], down [D, H] */
     int count, max_rows;
     Activation activation;
-    const float *x; /* [rows, D] */
-    float *y;       /* [rows, D] */
-    float *hidden;  /* [rows, H] */
-    float *rotated; /* [rows, H], not overlapping hidden */
+    const float *x;      /* [rows, D] */
+    float *y;            /* [rows, D] */
+    const float *hidden; /* [rows, H] */
+    float *rotated;      /* [rows, H], not overlapping hidden */
     const DeviceTables *tables;
     ExpertEntry experts[COLI_CUDA_MAX_EXPERTS];
 };
 
-/* hidden = activation(gate x, up x); then rotated = rotation of the hidden rows, where an expert wants it; then
- * y = down of either. */
+/* hidden = activation(gate x, up x); then rotated = rotation of the hidden rows, where an expert wants it and the down
+ * product does not do it itself; then y = down of either. */
 cudaError_t launch_expert_group(const GroupParams &params, const GroupPlan &plan, cudaStream_t stream);
+
+/* y = down of hidden alone: an ordinary product of the matrices [D, H]. */
+cudaError_t launch_down(const GroupParams &params, const ProductPlan &plan, cudaStream_t stream);
+
+/* Tells the current device what the kernels need of it, once, before any launch. */
+cudaError_t prepare_expert_kernels(int shared_bytes);
 
 } // namespace coli
 

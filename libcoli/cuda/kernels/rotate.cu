@@ -12,6 +12,7 @@ __global__ void __launch_bounds__(kRotationThreads) rotate(const RotateParams p)
     for (int row = blockIdx.y; row < p.rows; row += gridDim.y) {
         const size_t start = static_cast<size_t>(row) * p.dim;
         rotate_piece(p.x + start, p.y + start, piece, p.inverse, p.tables->signs, buffer);
+        __syncthreads(); /* the buffer was read */
     }
 }
 

@@ -26,12 +26,49 @@ __device__ inline RotationPiece rotation_piece(int dim, int piece) {
     }
 }
 
-/* Called by all threads of the block; `buffer` holds kRotationPiece floats of shared memory. The next call may follow at
- * once: a thread fills the elements that it has read itself. */
+/* Stages of the transform whose strides are stride, 2 stride ... RADIX / 2 stride, on elements 0 ... size - 1. A thread
+ * reads and writes the same RADIX elements at a time, so load and store may be of one place. */
+template <int RADIX, class Load, class Store>
+__device__ __forceinline__ void transform_pass(int size, int stride, Load load, Store store) {
+    for (int i = threadIdx.x; i < size / RADIX; i += blockDim.x) {
+        const int first = (i & ~(stride - 1)) * RADIX + (i & (stride - 1));
+        float v[RADIX];
+#pragma unroll
+        for (int j = 0; j < RADIX; j++) v[j] = load(first + j * stride);
+#pragma unroll
+        for (int distance = 1; distance < RADIX; distance *= 2) {
+#pragma unroll
+            for (int j = 0; j < RADIX; j++) {
+                if (j & distance) continue;
+                const float a = v[j], b = v[j | distance];
+                v[j] = a + b;
+                v[j | distance] = a - b;
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < RADIX; j++) store(first + j * stride, v[j]);
+    }
+}
+
+/* The radix by which passes of 8 remain. */
+template <class Load, class Store> __device__ void first_pass(int size, Load load, Store store) {
+    switch ((31 - __clz(size)) % 3) {
+    case 1:
+        return transform_pass<2>(size, 1, load, store);
+    case 2:
+        return transform_pass<4>(size, 1, load, store);
+    default:
+        return size == 1 ? transform_pass<1>(1, 1, load, store) : transform_pass<8>(size, 1, load, store);
+    }
+}
+
+/* Called by all threads of the block; `buffer` holds piece.size floats of shared memory. The next call may follow after a
+ * barrier, and if y is in shared memory a barrier must come before it is read. */
 __device__ inline void rotate_piece(const float *x, float *y, const RotationPiece &piece, bool inverse,
                                     const uint8_t *signs, float *buffer) {
-    const int parts = piece.n / piece.size;
-    for (int i = threadIdx.x; i < piece.size; i += blockDim.x) {
+    const int parts = piece.n / piece.size, odd_stages = (31 - __clz(piece.size)) % 3;
+    const float scale = 1.0f / sqrtf(static_cast<float>(piece.n));
+    const auto load_signed = [&](int i) {
         float sum = 0.0f;
         for (int j = 0; j < parts; j++) {
             const int element = j * piece.size + i;
@@ -40,23 +77,33 @@ __device__ inline void rotate_piece(const float *x, float *y, const RotationPiec
             const float value = x[piece.offset + element];
             sum += negative ? -value : value;
         }
-        buffer[i] = sum;
-    }
-    for (int stride = 1; stride < piece.size; stride *= 2) {
+        return sum;
+    };
+    const auto store_scaled = [&](int i, float value) {
+        const int element = piece.index * piece.size + i;
+        value *= scale;
+        y[piece.offset + element] = inverse && coli_sign(signs, piece.n, element) ? -value : value;
+    };
+    const auto load = [&](int i) { return buffer[i]; };
+    const auto store = [&](int i, float value) { buffer[i] = value; };
+
+    int stride = odd_stages ? 1 << odd_stages : 8;
+    if (stride >= piece.size) return first_pass(piece.size, load_signed, store_scaled);
+    first_pass(piece.size, load_signed, store);
+    for (; 8 * stride < piece.size; stride *= 8) {
         __syncthreads();
-        for (int pair = threadIdx.x; pair < piece.size / 2; pair += blockDim.x) {
-            const int i = 2 * pair - (pair & (stride - 1));
-            const float a = buffer[i], b = buffer[i + stride];
-            buffer[i] = a + b;
-            buffer[i + stride] = a - b;
-        }
+        transform_pass<8>(piece.size, stride, load, store);
     }
     __syncthreads();
-    const float scale = 1.0f / sqrtf(static_cast<float>(piece.n));
-    for (int i = threadIdx.x; i < piece.size; i += blockDim.x) {
-        const int element = piece.index * piece.size + i;
-        const float value = buffer[i] * scale;
-        y[piece.offset + element] = inverse && coli_sign(signs, piece.n, element) ? -value : value;
+    transform_pass<8>(piece.size, stride, load, store_scaled);
+}
+
+/* A whole row of blocks of at most kRotationPiece elements, into shared memory. */
+__device__ inline void rotate_row(const float *x, float *y, int dim, const uint8_t *signs) {
+    for (int offset = 0; offset < dim;) {
+        const int n = coli_rotation_block(dim - offset);
+        rotate_piece(x, y, {offset, n, n, 0}, false, signs, y + offset);
+        offset += n;
     }
 }
 

@@ -1,0 +1,332 @@
+#include "prefill_kernels.h"
+
+#include <algorithm>
+
+#include "../ptx/lookup.cuh"
+#include "prefill_product.cuh"
+#include "rotate.cuh"
+
+namespace coli {
+
+namespace {
+
+/*------   Preparing rows   ------*/
+
+constexpr int kPrepareThreads = 256;
+
+/* Rows of x or, if HIDDEN, of the hidden rows to tokens; grid (rows, experts). */
+template <bool HIDDEN>
+__global__ void __launch_bounds__(kPrepareThreads)
+    prepare_tokens(const __grid_constant__ GroupParams p, const Tokens tokens) {
+    __shared__ float warps_largest[kPrepareThreads / kWarp];
+    dependency_trigger();
+    const ExpertEntry &expert = p.experts[blockIdx.y];
+    const int columns = HIDDEN ? p.H : p.D, first = first_token(expert.first_row - p.experts[0].first_row, blockIdx.y);
+    const ExpertTokens of_expert = expert_tokens(tokens, first, expert.rows, columns);
+    const float *x = (HIDDEN ? p.hidden : p.x) + static_cast<size_t>(expert.first_row) * columns;
+    dependency_wait();
+    for (int row = blockIdx.x; row < expert.rows; row += gridDim.x)
+        prepare_token(x + static_cast<size_t>(row) * columns, columns, of_expert, row, warps_largest);
+}
+
+/* The same of hidden rows, which are rotated where the expert wants it. */
+__global__ void __launch_bounds__(kPrepareThreads)
+    rotate_and_prepare(const __grid_constant__ GroupParams p, const Tokens tokens) {
+    __shared__ float buffer[kRotationPiece];
+    __shared__ float warps_largest[kPrepareThreads / kWarp];
+    dependency_trigger();
+    const ExpertEntry &expert = p.experts[blockIdx.y];
+    const int first = first_token(expert.first_row - p.experts[0].first_row, blockIdx.y);
+    const ExpertTokens of_expert = expert_tokens(tokens, first, expert.rows, p.H);
+    dependency_wait();
+    for (int row = blockIdx.x; row < expert.rows; row += gridDim.x) {
+        const size_t start = (static_cast<size_t>(expert.first_row) + row) * p.H;
+        const float *hidden = p.hidden + start;
+        if (expert.rotate_hidden) {
+            for (int offset = 0, index = 0; offset < p.H; index++) {
+                const RotationPiece piece = rotation_piece(p.H, index);
+                rotate_piece(hidden, p.rotated + start, piece, false, p.tables->signs, buffer);
+                if (piece.index + 1 == piece.n / piece.size) offset = piece.offset + piece.n;
+            }
+            __syncthreads(); /* the block reads what it wrote */
+            hidden = p.rotated + start;
+        }
+        prepare_token(hidden, p.H, of_expert, row, warps_largest);
+    }
+}
+
+/*------   Products with mma   ------*/
+
+template <int N> class MmaUnit {
+  public:
+    __device__ __forceinline__ MmaUnit(const uint8_t *tokens, int lane)
+        : row_(tokens + lane / 4 * kTokenBytes + lane % 4 * 4), place_(lane / 4) {}
+    __device__ __forceinline__ void begin() const {}
+    __device__ __forceinline__ void multiply(float (&chunk)[N / 8][4], const uint32_t (&a)[4], int step, bool add) const {
+        const uint8_t *block = row_ + step / 4 * N * kTokenBytes;
+        const int first = (2 * (step % 4) ^ place_) * kPieceBytes, second = first ^ kPieceBytes;
+#pragma unroll
+        for (int j = 0; j < N / 8; j++) {
+            const uint8_t *row = block + j * kTokenGroup * kTokenBytes;
+            if (!add) chunk[j][0] = chunk[j][1] = chunk[j][2] = chunk[j][3] = 0.0f;
+            mma_m16n8k16(chunk[j], a, *reinterpret_cast<const uint32_t *>(row + first),
+                         *reinterpret_cast<const uint32_t *>(row + second));
+        }
+    }
+    __device__ __forceinline__ void end() const {}
+    template <int GROUPS> __device__ __forceinline__ void wait() const {}
+    __device__ __forceinline__ void settle(float (&)[N / 8][4]) const {}
+
+  private:
+    const uint8_t *row_; /* of this lane's token, in the first block */
+    int place_;
+};
+
+/* The ring of stages that all threads fill and take from, in step. */
+class AsyncStages {
+  public:
+    __device__ AsyncStages(const PrefillJob &job, uint8_t *stages, int warp, int lane)
+        : plan_(job.plan), walk_(job), stages_(stages), warp_(warp), lane_(lane) {
+        for (int i = 0; i < plan_.stages; i++) push(i);
+    }
+    __device__ __forceinline__ const uint8_t *front() const {
+        if (plan_.stages > 2)
+            copy_async_wait<2>();
+        else if (plan_.stages == 2)
+            copy_async_wait<1>();
+        else
+            copy_async_wait<0>();
+        __syncthreads();
+        return stages_ + index_ * plan_.stage_bytes;
+    }
+    __device__ __forceinline__ void pop() {
+        __syncthreads();
+        push(index_);
+        index_ = index_ + 1 == plan_.stages ? 0 : index_ + 1;
+    }
+
+  private:
+    /* Ends a group of copies even when nothing is left to copy: front() counts groups. */
+    __device__ void push(int index) {
+        if (!walk_.done()) {
+            for (int i = warp_; i < walk_.pieces(); i += plan_.warps) {
+                const StagePiece piece = walk_.piece(i);
+                for (int offset = kPieceBytes * lane_; offset < piece.bytes; offset += kPieceBytes * kWarp)
+                    copy_async_16(stages_ + index * plan_.stage_bytes + piece.to + offset, piece.from + offset);
+            }
+            walk_.next();
+        }
+        copy_async_commit();
+    }
+
+    const PrefillProduct &plan_;
+    StageWalk walk_;
+    uint8_t *stages_;
+    int warp_, lane_, index_ = 0;
+};
+
+__global__ void __launch_bounds__(kPrefillWarps *kWarp, 1)
+    prefill_mma(const __grid_constant__ GroupParams p, const __grid_constant__ PrefillProduct plan, const Tokens tokens) {
+    dependency_trigger();
+    uint8_t *shared = dynamic_shared();
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const PrefillJob job{p, plan, tokens};
+    if (plan.codebook) spread_codebook(reinterpret_cast<uint2 *>(shared), *p.tables);
+    dependency_wait();
+    AsyncStages stages(job, shared + plan.ring_offset, warp, lane);
+    const KernelTables tables{codebook_of(reinterpret_cast<const uint2 *>(shared), lane), p.tables->fp8};
+    __syncthreads();
+    multiply_items<MmaUnit, kMaxMmaTokenTile>(job, stages, tables, warp, lane);
+}
+
+/*------   Plans   ------*/
+
+bool has_operands(const MatrixView &matrix) {
+    switch (matrix.kind) {
+    case TileKind::kE8:
+    case TileKind::kInt8:
+    case TileKind::kInt4:
+    case TileKind::kInt2:
+    case TileKind::kInt4Groups32:
+    case TileKind::kInt4Groups:
+    case TileKind::kMxfp4:
+    case TileKind::kFp8:
+        return true;
+    default:
+        return false;
+    }
+}
+
+/* wgmma is of compute capability 9.0 alone. */
+bool has_wgmma(const GpuTraits &gpu) {
+    return gpu.capability == 90;
+}
+
+/* Clocks of an item's stage, roughly: a set's decoding and products overlap in part, and copies take their time too. */
+int stage_cost(const PrefillProduct &plan) {
+    const int set = 600 + 16 * plan.token_tile, bytes_per_clock = 24;
+    const int busy = std::max(plan.sets * set * kPrefillWarps / plan.warps, plan.stage_bytes / bytes_per_clock);
+    return plan.stages > 1 ? busy : 2 * busy;
+}
+
+/* Lays out shared memory with as many stages as fit; false when none does. */
+bool place_stages(const GpuTraits &gpu, PrefillProduct &plan) {
+    constexpr int kMaxStages = 4, kAlignment = 1024;
+    const int slots = plan.sets * plan.warps * plan.slot_bytes, tokens = plan.token_tile * kTileTokenBlocks * kTokenBytes;
+    plan.barriers_offset = plan.codebook ? kCodebookBytes : 0;
+    plan.ring_offset = plan.barriers_offset + kAlignment;
+    plan.stage_bytes = static_cast<int>(align_up(tokens + slots, kAlignment));
+    plan.stages = std::min((gpu.shared_bytes - plan.ring_offset) / plan.stage_bytes, plan.wgmma ? kMaxStages : 3);
+    plan.shared_bytes = plan.ring_offset + plan.stages * plan.stage_bytes;
+    return plan.stages > 0;
+}
+
+int count_items(const GroupParams &params, int rows, const PrefillProduct &plan) {
+    const int strips = plan.hidden ? plan.warps : plan.sets * plan.warps;
+    int items = 0;
+    for (int e = 0; e < params.count; e++)
+        items += coli_ceil_div(tile_strips(rows), strips) * coli_ceil_div(params.experts[e].rows, plan.token_tile);
+    return items;
+}
+
+/* The cheapest launch, of no stages if none is possible. */
+PrefillProduct plan_launch(const GpuTraits &gpu, const GroupParams &params, bool hidden) {
+    PrefillProduct base{}, best{};
+    base.wgmma = has_wgmma(gpu);
+    base.hidden = hidden;
+    for (int e = 0; e < params.count; e++) {
+        const ExpertEntry &expert = params.experts[e];
+        for (const MatrixView *matrix : {hidden ? &expert.gate : &expert.down, hidden ? &expert.up : &expert.down}) {
+            base.slot_bytes = std::max(base.slot_bytes, matrix->tile_bytes);
+            base.codebook |= matrix->kind == TileKind::kE8;
+        }
+    }
+    long long best_cost = 0;
+    for (int tile = 32; tile <= (base.wgmma ? kMaxTokenTile : kMaxMmaTokenTile); tile += 32) {
+        if (tile - 32 >= std::max(params.max_rows, 1)) break;
+        for (int sets = hidden ? 2 : 1; sets <= 2; sets++) {
+            for (int warps = kPrefillWarps; warps >= (base.wgmma ? kPrefillWarps : kPrefillWarps / 2); warps /= 2) {
+                PrefillProduct plan = base;
+                plan.token_tile = tile, plan.sets = sets, plan.warps = warps;
+                if (!place_stages(gpu, plan)) continue;
+                plan.items = count_items(params, hidden ? params.H : params.D, plan);
+                plan.blocks = std::min(plan.items, gpu.multiprocessors);
+                if (plan.items == 0) return plan;
+                const long long cost = 1LL * coli_ceil_div(plan.items, plan.blocks) * stage_cost(plan);
+                if (best_cost == 0 || cost < best_cost) best = plan, best_cost = cost;
+            }
+        }
+    }
+    return best;
+}
+
+/*------   Launches   ------*/
+
+PrefillKernel kernel_of(const PrefillProduct &plan) {
+    return plan.wgmma ? prefill_wgmma_kernel() : prefill_mma;
+}
+
+/* On Hopper a kernel starts while the one before it ends. */
+template <class... Params>
+cudaError_t launch(void (*kernel)(Params...), dim3 grid, int threads, int shared_bytes, bool overlapping,
+                   cudaStream_t stream, const Params &...params) {
+    cudaLaunchAttribute overlap{};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &overlap;
+    config.numAttrs = overlapping ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, params...);
+}
+
+cudaError_t launch_product(const GroupParams &params, const PrefillProduct &plan, const Tokens &tokens,
+                           cudaStream_t stream) {
+    const int threads = (plan.wgmma ? kPrefillWgmmaWarps : plan.warps) * kWarp;
+    return launch(kernel_of(plan), dim3(plan.blocks), threads, plan.shared_bytes, plan.wgmma, stream, params, plan, tokens);
+}
+
+/* Rows of all experts, which follow each other. */
+int total_rows(const GroupParams &params) {
+    int rows = 0;
+    for (int e = 0; e < params.count; e++) rows += params.experts[e].rows;
+    return rows;
+}
+
+size_t factors_bytes(int rows, int experts) {
+    return align_up(first_token(rows, experts) * sizeof(float), kPlaneAlignment);
+}
+
+Tokens tokens_in(const GroupParams &params, void *workspace) {
+    uint8_t *memory = static_cast<uint8_t *>(workspace);
+    return {memory + factors_bytes(total_rows(params), params.count), reinterpret_cast<float *>(memory)};
+}
+
+cudaError_t launch_hidden_tokens(const GroupParams &params, const PrefillPlan &plan, const Tokens &tokens,
+                                 cudaStream_t stream) {
+    return launch(plan.rotates ? rotate_and_prepare : prepare_tokens<true>, dim3(plan.prepare_blocks, params.count),
+                  kPrepareThreads, 0, plan.down.wgmma, stream, params, tokens);
+}
+
+} // namespace
+
+bool prefill_supports_down(const GroupParams &params) {
+    return std::all_of(params.experts, params.experts + params.count,
+                       [](const ExpertEntry &expert) { return has_operands(expert.down); });
+}
+
+bool prefill_supports(const GroupParams &params) {
+    return prefill_supports_down(params) &&
+           std::all_of(params.experts, params.experts + params.count,
+                       [](const ExpertEntry &expert) { return has_operands(expert.gate) && has_operands(expert.up); });
+}
+
+PrefillPlan plan_prefill_down(const GpuTraits &gpu, const GroupParams &params) {
+    PrefillPlan plan{};
+    plan.down = plan_launch(gpu, params, false);
+    plan.possible = plan.down.stages > 0;
+    plan.prepare_blocks = std::min(params.max_rows, 4096);
+    plan.rotates = std::any_of(params.experts, params.experts + params.count,
+                               [](const ExpertEntry &expert) { return expert.rotate_hidden && expert.rows > 0; });
+    return plan;
+}
+
+PrefillPlan plan_prefill(const GpuTraits &gpu, const GroupParams &params) {
+    PrefillPlan plan = plan_prefill_down(gpu, params);
+    plan.hidden = plan_launch(gpu, params, true);
+    plan.possible = plan.possible && plan.hidden.stages > 0;
+    return plan;
+}
+
+size_t prefill_workspace_bytes(int rows, int columns, int experts) {
+    const size_t row_bytes = static_cast<size_t>(tile_count(columns)) * kTileColumns * 2;
+    return factors_bytes(rows, experts) + first_token(rows, experts) * row_bytes;
+}
+
+cudaError_t launch_prefill_down(const GroupParams &params, const PrefillPlan &plan, void *workspace, cudaStream_t stream) {
+    if (plan.down.items == 0) return cudaSuccess;
+    const Tokens tokens = tokens_in(params, workspace);
+    cudaError_t result = launch_hidden_tokens(params, plan, tokens, stream);
+    if (result == cudaSuccess) result = launch_product(params, plan.down, tokens, stream);
+    return result;
+}
+
+cudaError_t launch_prefill_group(const GroupParams &params, const PrefillPlan &plan, void *workspace, cudaStream_t stream) {
+    if (plan.hidden.items == 0) return cudaSuccess;
+    const Tokens tokens = tokens_in(params, workspace);
+    cudaError_t result = launch(prepare_tokens<false>, dim3(plan.prepare_blocks, params.count), kPrepareThreads, 0,
+                                plan.hidden.wgmma, stream, params, tokens);
+    if (result == cudaSuccess) result = launch_product(params, plan.hidden, tokens, stream);
+    return result == cudaSuccess ? launch_prefill_down(params, plan, workspace, stream) : result;
+}
+
+cudaError_t prepare_prefill_kernels(const GpuTraits &gpu) {
+    const PrefillKernel kernel = has_wgmma(gpu) ? prefill_wgmma_kernel() : prefill_mma;
+    return cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                gpu.shared_bytes);
+}
+
+} // namespace coli

@@ -1,0 +1,279 @@
+/* kernels/prefill_product.cuh - experts' weights times their tokens: weights are decoded into registers and are the matrix
+ * unit's rows, tokens lie in shared memory and are its columns.
+ *
+ *                          token tile (32, 64 or 96 tokens)
+ *                         +-----------+
+ *                         |  a stage: |  256 columns of the tokens,
+ *                         +-----------+  and those tiles of weights
+ *          +-------------+
+ *     w 0  | tile        |  set 0: 16 weight rows a warp (hidden: of gate)
+ *     w 1  | tile        |
+ *     ...  |             |
+ *     w 7  | tile        |
+ *          +-------------+
+ *     w 0  | tile        |  set 1: 16 more (hidden: the same rows of up)
+ *     ...  |             |
+ *          +-------------+
+ *
+ * An item is one such rectangle of results, all columns long. Blocks take items in turn, token tiles of the same weights
+ * one after another, so that these are in L2. Stages come through a ring: on Hopper a warp of its own fills it with the
+ * copy engine, before that all threads do. A warp keeps the totals of both sets in registers and works on one set at a
+ * time, in chunks (prefill_weights.cuh): while the matrix unit multiplies a sub-block, it decodes the next. */
+#ifndef COLI_CUDA_KERNELS_PREFILL_PRODUCT_CUH
+#define COLI_CUDA_KERNELS_PREFILL_PRODUCT_CUH
+
+#include "../ptx/copy.cuh"
+#include "../ptx/dependent.cuh"
+#include "outputs.cuh"
+#include "prefill_kernels.h"
+#include "prefill_tokens.cuh"
+#include "prefill_weights.cuh"
+
+namespace coli {
+
+/* What a launch computes. */
+struct PrefillJob {
+    const GroupParams &p;
+    const PrefillProduct &plan;
+    const Tokens &tokens;
+
+    __device__ __forceinline__ int rows() const { return plan.hidden ? p.H : p.D; }
+    __device__ __forceinline__ int columns() const { return plan.hidden ? p.D : p.H; }
+    __device__ __forceinline__ const MatrixView &matrix(int expert, int set) const {
+        const ExpertEntry &entry = p.experts[expert];
+        return !plan.hidden ? entry.down : set ? entry.up : entry.gate;
+    }
+    /* Strips of an item, one after another in a matrix. */
+    __device__ __forceinline__ int item_strips() const { return plan.hidden ? plan.warps : plan.sets * plan.warps; }
+    __device__ __forceinline__ ExpertTokens tokens_of(int expert) const {
+        const int row = p.experts[expert].first_row - p.experts[0].first_row;
+        return expert_tokens(tokens, first_token(row, expert), p.experts[expert].rows, columns());
+    }
+};
+
+struct PrefillItem {
+    int expert, first_strip, first_token, tokens;
+
+    /* Tokens that are multiplied: a width that the kernels have. */
+    __device__ __forceinline__ int width() const { return tokens <= 32 ? 32 : tokens <= 64 ? 64 : kMaxTokenTile; }
+    __device__ __forceinline__ int strip(const PrefillJob &job, int set, int warp) const {
+        return first_strip + (job.plan.hidden ? 0 : set * job.plan.warps) + warp;
+    }
+};
+
+/* The items of a block. */
+class ItemWalk {
+  public:
+    __device__ explicit ItemWalk(const PrefillJob &job) : job_(job), index_(blockIdx.x) { settle(); }
+    __device__ __forceinline__ bool done() const { return expert_ == job_.p.count; }
+    __device__ __forceinline__ const PrefillItem &item() const { return item_; }
+    __device__ __forceinline__ void next() {
+        index_ += gridDim.x;
+        settle();
+    }
+
+  private:
+    /* Finds the item: index_ counts from the first one of expert_. */
+    __device__ void settle() {
+        const int row_tiles = coli_ceil_div(tile_strips(job_.rows()), job_.item_strips());
+        for (; expert_ < job_.p.count; expert_++) {
+            const int rows = job_.p.experts[expert_].rows, token_tiles = coli_ceil_div(rows, job_.plan.token_tile);
+            if (index_ < row_tiles * token_tiles) {
+                const int first = index_ % token_tiles * job_.plan.token_tile;
+                item_ = {expert_, index_ / token_tiles * job_.item_strips(), first,
+                         min(job_.plan.token_tile, rows - first)};
+                return;
+            }
+            index_ -= row_tiles * token_tiles;
+        }
+    }
+    const PrefillJob &job_;
+    int index_, expert_ = 0;
+    PrefillItem item_{};
+};
+
+/*------   Stages   ------*/
+
+/* Bytes that a stage is made of; `to` is their place in it. Those that the launch reads once need not stay in L2. */
+struct StagePiece {
+    const uint8_t *from;
+    int to, bytes;
+    bool once;
+};
+
+/* A stage: first the blocks of tokens, then a slot for each tile of weights. */
+class StageWalk {
+  public:
+    __device__ explicit StageWalk(const PrefillJob &job)
+        : job_(job), items_(job), tiles_(tile_count(job.columns())), strips_(tile_strips(job.rows())) {}
+    __device__ __forceinline__ bool done() const { return items_.done(); }
+    __device__ __forceinline__ void next() {
+        if (++tile_ < tiles_) return;
+        tile_ = 0;
+        items_.next();
+    }
+    __device__ __forceinline__ int pieces() const { return kTileTokenBlocks + job_.plan.sets * job_.plan.warps; }
+    __device__ __forceinline__ StagePiece piece(int i) const {
+        return i < kTileTokenBlocks ? token_piece(i) : weight_piece(i - kTileTokenBlocks);
+    }
+    __device__ __forceinline__ int bytes() const {
+        int tiles = 0;
+        for (int set = 0; set < job_.plan.sets; set++) tiles += job_.matrix(items_.item().expert, set).tile_bytes;
+        return kTileTokenBlocks * token_bytes() + job_.plan.warps * tiles;
+    }
+
+  private:
+    __device__ __forceinline__ int token_bytes() const { return pad_tokens(items_.item().tokens) * kTokenBytes; }
+    __device__ __forceinline__ StagePiece token_piece(int block) const {
+        const PrefillItem &item = items_.item();
+        const ExpertTokens tokens = job_.tokens_of(item.expert);
+        return {tokens.row(kTileTokenBlocks * tile_ + block, item.first_token), block * item.width() * kTokenBytes,
+                token_bytes(), false};
+    }
+    /* Strips that do not exist repeat the last one; nobody stores what they give. */
+    __device__ __forceinline__ StagePiece weight_piece(int slot) const {
+        const PrefillItem &item = items_.item();
+        const MatrixView &matrix = job_.matrix(item.expert, slot / job_.plan.warps);
+        const int strip = min(item.strip(job_, slot / job_.plan.warps, slot % job_.plan.warps), strips_ - 1);
+        return {matrix.weights + (static_cast<size_t>(strip) * tiles_ + tile_) * matrix.tile_bytes,
+                job_.plan.token_tile * kTileTokenBlocks * kTokenBytes + slot * job_.plan.slot_bytes, matrix.tile_bytes,
+                job_.p.experts[item.expert].rows <= job_.plan.token_tile};
+    }
+
+    const PrefillJob &job_;
+    ItemWalk items_;
+    int tiles_, strips_, tile_ = 0;
+};
+
+/*------   Products   ------*/
+
+/* Where a warp is: a set's tile, the stage's tokens. */
+struct TileInputs {
+    const uint8_t *weights, *tokens;
+    const MatrixView &matrix;
+    const KernelTables &tables;
+    int lane;
+};
+
+/* A step is 16 columns, as deep as one product. Weights of a few steps are decoded together, so that waits for look-ups
+ * overlap, and their products are under way together. */
+constexpr int kTileSteps = kTileColumns / 16;
+constexpr int kMaxGroupSteps = 4;
+
+/* totals += tile times tokens, N of them. */
+template <class Unit, class Operand, int N>
+__device__ __forceinline__ void multiply_tile(const TileInputs &in, float (&totals)[N / 8][4]) {
+    constexpr int kChunkSteps = 2 * Operand::kChunk, kHalfSteps = kTileSteps / 2;
+    constexpr int kSteps = kChunkSteps < kMaxGroupSteps ? kChunkSteps : kMaxGroupSteps;
+    const TilePlace place{in.matrix, 0, 0, 0, 0};
+    const Unit unit(in.tokens, in.lane);
+    Operand weights;
+    float chunk[N / 8][4] = {};
+    uint32_t a[2][kSteps][4]; /* of the group that is multiplied, and of the one that is decoded meanwhile */
+    const auto decode = [&](int first) {
+        if (first % kHalfSteps == 0) weights.load(in.weights, first / kHalfSteps, in.lane, place);
+#pragma unroll
+        for (int i = 0; i < kSteps; i++) {
+            const int step = first + i;
+            weights.operand(step / 2 % kHalfSubblocks, step % 2, in.lane, in.tables, a[first / kSteps % 2][i]);
+        }
+    };
+    decode(0);
+#pragma unroll
+    for (int first = 0; first < kTileSteps; first += kSteps) {
+        const int next = first + kSteps, last_subblock = (next - 1) / 2 % kHalfSubblocks;
+        unit.begin();
+#pragma unroll
+        for (int i = 0; i < kSteps; i++)
+            unit.multiply(chunk, a[first / kSteps % 2][i], first + i, (first + i) % kChunkSteps != 0);
+        unit.end();
+        const bool chunk_ends = next % kChunkSteps == 0;
+        float factors[2];
+        if (chunk_ends) factors[0] = weights.factor(last_subblock, 0), factors[1] = weights.factor(last_subblock, 1);
+        if (next < kTileSteps) {
+            unit.template wait<1>();
+            decode(next);
+        }
+        if (!chunk_ends) continue;
+        unit.template wait<0>();
+        unit.settle(chunk);
+#pragma unroll
+        for (int j = 0; j < N / 8; j++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) totals[j][i] = fmaf(factors[i / 2], chunk[j][i], totals[j][i]);
+        }
+    }
+}
+
+/* Totals of an item to where they belong: c[j][i] is row g + 8 (i / 2), token 8 j + 2 t + i % 2. */
+template <int N>
+__device__ __forceinline__ void store_item(const PrefillJob &job, const PrefillItem &item, int warp, int lane,
+                                           const float (&totals)[2][N / 8][4]) {
+    const ExpertEntry &expert = job.p.experts[item.expert];
+    const float *factors = job.tokens_of(item.expert).factors + item.first_token;
+    const int rows = job.rows();
+    float *results = (job.plan.hidden ? const_cast<float *>(job.p.hidden) : job.p.y) +
+                     (static_cast<size_t>(expert.first_row) + item.first_token) * rows;
+#pragma unroll
+    for (int set = 0; set < 2; set++) {
+        if (set >= (job.plan.hidden ? 1 : job.plan.sets)) continue;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int row = kStripRows * item.strip(job, set, warp) + lane / 4 + 8 * r;
+            if (row >= rows) continue;
+            const float scale = row_scale(job.matrix(item.expert, set), row);
+            const float up_scale = job.plan.hidden ? row_scale(expert.up, row) : 1.0f;
+#pragma unroll
+            for (int i = 0; i < N / 4; i++) {
+                const int j = i / 2, token = 8 * j + 2 * (lane % 4) + i % 2;
+                if (token >= item.tokens) continue;
+                const float factor = factors[token], total = totals[set][j][2 * r + i % 2] * factor * scale;
+                float &result = results[static_cast<size_t>(token) * rows + row];
+                if (job.plan.hidden)
+                    result = activate(job.p.activation, total, totals[1][j][2 * r + i % 2] * factor * up_scale);
+                else
+                    result = total;
+            }
+        }
+    }
+}
+
+template <template <int> class Unit, int N, class Pipe>
+__device__ __forceinline__ void multiply_item(const PrefillJob &job, const PrefillItem &item, Pipe &pipe,
+                                              const KernelTables &tables, int warp, int lane) {
+    float totals[2][N / 8][4] = {};
+    const int tiles = tile_count(job.columns());
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; tile++) {
+        const uint8_t *stage = pipe.front();
+        const uint8_t *slots = stage + job.plan.token_tile * kTileTokenBlocks * kTokenBytes;
+#pragma unroll
+        for (int set = 0; set < 2; set++) {
+            if (set >= job.plan.sets) continue;
+            const MatrixView &matrix = job.matrix(item.expert, set);
+            const TileInputs in{slots + (set * job.plan.warps + warp) * job.plan.slot_bytes, stage, matrix, tables, lane};
+            with_operand(matrix.kind, [&](auto operand) { multiply_tile<Unit<N>, decltype(operand), N>(in, totals[set]); });
+        }
+        pipe.pop();
+    }
+    store_item<N>(job, item, warp, lane, totals);
+}
+
+/* All items of the block, by a warp that multiplies. MAX_TILE: token tiles that the plan may choose. */
+template <template <int> class Unit, int MAX_TILE, class Pipe>
+__device__ __forceinline__ void multiply_items(const PrefillJob &job, Pipe &pipe, const KernelTables &tables, int warp,
+                                               int lane) {
+    for (ItemWalk items(job); !items.done(); items.next()) {
+        const PrefillItem &item = items.item();
+        if (item.tokens <= 32)
+            multiply_item<Unit, 32>(job, item, pipe, tables, warp, lane);
+        else if (MAX_TILE <= 64 || item.tokens <= 64)
+            multiply_item<Unit, 64>(job, item, pipe, tables, warp, lane);
+        else
+            multiply_item<Unit, MAX_TILE>(job, item, pipe, tables, warp, lane);
+    }
+}
+
+} // namespace coli
+
+#endif
