@@ -73,18 +73,6 @@ bool publish(size_t offset, const void *source, size_t bytes, const char *name) 
     return true;
 }
 
-cudaError_t read_traits(int device, GpuTraits *gpu) {
-    int major = 0, minor = 0;
-    cudaError_t result = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (result == cudaSuccess) result = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    if (result == cudaSuccess)
-        result = cudaDeviceGetAttribute(&gpu->multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    if (result == cudaSuccess)
-        result = cudaDeviceGetAttribute(&gpu->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    gpu->capability = 10 * major + minor;
-    return result;
-}
-
 } // namespace
 
 /*------   Buffers   ------*/
@@ -149,6 +137,18 @@ void Staging::release() {
 
 /*------   One device   ------*/
 
+cudaError_t read_traits(int device, GpuTraits *gpu) {
+    int major = 0, minor = 0;
+    cudaError_t result = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (result == cudaSuccess) result = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    if (result == cudaSuccess)
+        result = cudaDeviceGetAttribute(&gpu->multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (result == cudaSuccess)
+        result = cudaDeviceGetAttribute(&gpu->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    gpu->capability = 10 * major + minor;
+    return result;
+}
+
 CurrentDevice::CurrentDevice(int device) : device_(device) {
     ignore(cudaGetDevice(&previous_));
     if (previous_ != device_) result_ = cudaSetDevice(device_);
@@ -171,7 +171,7 @@ bool Context::open(int ordinal) {
     cudaError_t result = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
     if (result == cudaSuccess) result = cudaEventCreateWithFlags(&issued_done, cudaEventDisableTiming);
     if (result == cudaSuccess) result = read_traits(ordinal, &gpu);
-    if (result == cudaSuccess) result = prepare_expert_kernels(gpu.shared_bytes);
+    if (result == cudaSuccess) result = prepare_expert_kernels(gpu);
     if (result == cudaSuccess) result = cudaMalloc(reinterpret_cast<void **>(&tables), sizeof(DeviceTables));
     if (result == cudaSuccess)
         result = cudaMemcpyAsync(tables, &current_tables, sizeof(DeviceTables), cudaMemcpyHostToDevice, stream);

@@ -103,6 +103,9 @@ struct Context {
     bool abandon();
 };
 
+/* What the plans want to know of a visible device. */
+cudaError_t read_traits(int device, GpuTraits *gpu);
+
 /* Makes a device current for a scope and gives the caller's device back afterwards. */
 class CurrentDevice {
   public:

@@ -25,6 +25,19 @@ bool check_expert(const GroupCall &call, int c, int least_rows) {
     return true;
 }
 
+ProductTask empty_task(const GpuTraits &gpu, int O, int I, int rows, int matrices) {
+    ProductTask task{};
+    task.path = path_of(gpu);
+    task.O = O, task.I = I;
+    task.rows = rows;
+    task.matrices = matrices;
+    return task;
+}
+
+ProductPlan plan_task(const GpuTraits &gpu, PlanCache *plans, const ProductTask &task) {
+    return plans ? plans->product(gpu, task) : plan_product(gpu, task);
+}
+
 void add_matrix(const MatrixView &matrix, ProductTask *task) {
     task->tile_bytes = std::max(task->tile_bytes, matrix.tile_bytes);
     task->codebook |= matrix.kind == TileKind::kE8 || matrix.kind == TileKind::kE8AnyCodebook;
@@ -34,10 +47,6 @@ void add_matrix(const MatrixView &matrix, ProductTask *task) {
 void add_scheme(bool bytes, ProductTask *task) {
     task->bytes |= bytes;
     task->halves |= !bytes;
-}
-
-size_t rows_of_hidden(int total_rows, int H) {
-    return align_up(static_cast<size_t>(total_rows) * H * sizeof(float), kPlaneAlignment);
 }
 
 } // namespace
@@ -82,21 +91,21 @@ GroupParams group_params(const GroupCall &call, int begin, int first_row) {
     return params;
 }
 
-GroupPlan plan_of(Context &context, const GroupParams &params) {
-    ProductTask hidden{params.H, params.D, 0, params.max_rows, 2, 0, false, false, false, false};
+GroupPlan plan_of(const GpuTraits &gpu, PlanCache *plans, const GroupParams &params) {
+    ProductTask hidden = empty_task(gpu, params.H, params.D, params.max_rows, 2);
+    bool rotates = false;
     for (int e = 0; e < params.count; e++) {
         const ExpertEntry &expert = params.experts[e];
         if (expert.rows == 0) continue;
         hidden.experts++;
+        rotates = rotates || expert.rotate_hidden;
         add_matrix(expert.gate, &hidden);
         add_matrix(expert.up, &hidden);
         add_scheme(multiplies_bytes(expert.gate) && multiplies_bytes(expert.up), &hidden);
     }
     GroupPlan plan{};
-    plan.hidden = context.plans.product(context.gpu, hidden);
-    plan.down = plan_of_product(context, params);
-    const bool rotates = std::any_of(params.experts, params.experts + params.count,
-                                     [](const ExpertEntry &expert) { return expert.rotate_hidden && expert.rows > 0; });
+    plan.hidden = plan_task(gpu, plans, hidden);
+    plan.down = plan_of_product(gpu, plans, params);
     plan.rotation = plan_rotation(params.H, rotates && !plan.down.rotate ? params.max_rows : 0);
     return plan;
 }
@@ -107,15 +116,15 @@ GroupParams product_params(const ColiCudaTensor &w, float *y, const float *x, in
     params.H = w.I;
     params.count = 1;
     params.max_rows = S;
-    params.hidden = x;
+    params.hidden = const_cast<float *>(x); /* down reads it alone */
     params.y = y;
     params.experts[0].down = w.view();
     params.experts[0].rows = S;
     return params;
 }
 
-ProductPlan plan_of_product(Context &context, const GroupParams &params) {
-    ProductTask task{params.D, params.H, 0, params.max_rows, 1, 0, false, false, false, false};
+ProductPlan plan_of_product(const GpuTraits &gpu, PlanCache *plans, const GroupParams &params) {
+    ProductTask task = empty_task(gpu, params.D, params.H, params.max_rows, 1);
     for (int e = 0; e < params.count; e++) {
         const ExpertEntry &expert = params.experts[e];
         if (expert.rows == 0) continue;
@@ -124,17 +133,21 @@ ProductPlan plan_of_product(Context &context, const GroupParams &params) {
         add_matrix(expert.down, &task);
         add_scheme(multiplies_bytes(expert.down), &task);
     }
-    return context.plans.product(context.gpu, task);
+    return plan_task(gpu, plans, task);
+}
+
+size_t rows_bytes(int rows, int dim) {
+    return align_up(static_cast<size_t>(rows) * dim * sizeof(float), kPlaneAlignment);
 }
 
 size_t workspace_bytes(int total_rows, int H) {
-    return 2 * rows_of_hidden(total_rows, H);
+    return 2 * rows_bytes(total_rows, H);
 }
 
 void place_workspace(GroupParams *params, int total_rows, void *workspace) {
     float *hidden = static_cast<float *>(workspace);
     params->hidden = hidden;
-    params->rotated = hidden + rows_of_hidden(total_rows, params->H) / sizeof(float);
+    params->rotated = hidden + rows_bytes(total_rows, params->H) / sizeof(float);
 }
 
 } // namespace coli

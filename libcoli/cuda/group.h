@@ -25,13 +25,15 @@ bool check_group(const GroupCall &call, int least_rows, int *total_rows);
  * `first_row`. All but the pointers. */
 GroupParams group_params(const GroupCall &call, int begin, int first_row);
 
-/* How those experts are computed on the device. */
-GroupPlan plan_of(Context &context, const GroupParams &params);
+/* How those experts are computed on a GPU; `plans` may be NULL. */
+GroupPlan plan_of(const GpuTraits &gpu, PlanCache *plans, const GroupParams &params);
 
 /* y [S, O] = x [S, I] w^T as a group: one expert that is a down matrix alone. All but the tables. */
 GroupParams product_params(const ColiCudaTensor &w, float *y, const float *x, int S);
-ProductPlan plan_of_product(Context &context, const GroupParams &params);
+ProductPlan plan_of_product(const GpuTraits &gpu, PlanCache *plans, const GroupParams &params);
 
+/* Bytes of rows in a workspace. */
+size_t rows_bytes(int rows, int dim);
 /* Bytes of the hidden and the rotated rows together, and their places in such memory. */
 size_t workspace_bytes(int total_rows, int H);
 void place_workspace(GroupParams *params, int total_rows, void *workspace);

@@ -71,7 +71,7 @@ bool enqueue_group(Context &context, GroupParams &params, CallBuffers &buffers, 
         succeeded(cudaMemcpyAsync(buffers.x.as<float>(), buffers.host_x.floats(), bytes, cudaMemcpyHostToDevice, stream),
                   "copying %d rows to device %d", total_rows, context.device));
     if (timer) timer->mark(1);
-    COLI_FORWARD(succeeded(launch_expert_group(params, plan_of(context, params), stream),
+    COLI_FORWARD(succeeded(launch_expert_group(params, plan_of(context.gpu, &context.plans, params), stream),
                            "launching %d expert(s) with %d rows on device %d", params.count, total_rows, context.device));
     if (timer) timer->mark(2);
     COLI_FORWARD(
@@ -124,7 +124,7 @@ bool run_matmul(const ColiCudaTensor &w, float *y, const float *x, int S) {
     params.tables = context.tables;
     cudaError_t result =
         cudaMemcpyAsync(buffers.x.as<float>(), buffers.host_x.floats(), x_bytes, cudaMemcpyHostToDevice, stream);
-    if (result == cudaSuccess) result = launch_down(params, plan_of_product(context, params), stream);
+    if (result == cudaSuccess) result = launch_down(params, plan_of_product(context.gpu, &context.plans, params), stream);
     if (result == cudaSuccess)
         result = cudaMemcpyAsync(buffers.host_y.floats(), buffers.y.as<float>(), y_bytes, cudaMemcpyDeviceToHost, stream);
     if (!succeeded(result, "multiplying %d rows with a matrix [%d, %d] on device %d", S, w.O, w.I, context.device))

@@ -1,6 +1,8 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstring>
 
 #include "../formats/signs.h"
 #include "ptx/lookup.cuh"
@@ -15,11 +17,17 @@ constexpr int kBlockCost = 16;
 constexpr int kUnitCost = 4;
 constexpr int kRoundCost = 1;
 
+/* Tiles of a strip in a slot, and slots of a warp. */
+struct Slots {
+    int tiles, stages;
+};
+
+/* Kernels for any format start at four rows. The copies by threads need registers that sixteen rows leave to none. */
 int pass_rows_for(Path path, const ProductTask &task) {
     if (path == Path::kPlain) return 4;
-    const int least = task.halves ? 4 : 1;
-    int rows = least;
-    while (rows < kMaxPassRows && rows < task.rows) rows *= 2;
+    const int most = path == Path::kAmpere && task.halves ? 8 : kMaxPassRows;
+    int rows = task.halves ? 4 : 1;
+    while (rows < most && rows < task.rows) rows *= 2;
     return rows;
 }
 
@@ -55,6 +63,7 @@ bool place_memory(const GpuTraits &gpu, const ProductTask &task, ProductPlan &pl
     place(plan.codebook ? kCodebookBytes : 0);
     plan.ring_offset = place(static_cast<size_t>(plan.warps) * plan.stages * plan.slot_bytes);
     plan.barriers_offset = place(static_cast<size_t>(plan.warps) * plan.stages * sizeof(uint64_t));
+    plan.walks_offset = place(static_cast<size_t>(plan.warps) * kWalkBytes);
     plan.parts_offset = place(rows * parts_bytes(task, plan.path, plan.chunk_slices * kSliceColumns));
     plan.factors_offset = place(static_cast<size_t>(plan.chunk_slices) * kMaxPassRows * sizeof(float));
     plan.partials_floats = plan.round_pairs * plan.chunk_slices * rows * kPairRows;
@@ -75,6 +84,8 @@ int cost_of(const ProductTask &task, const ProductPlan &plan) {
         steps += full * coli_ceil_div(plan.round_pairs * count, plan.warps) + coli_ceil_div(rest * count, plan.warps);
         rounds += full + (rest > 0);
     }
+    /* a copy of one tile at a time keeps the warp waiting for the copy engine */
+    steps += plan.slot_bytes > 2 * task.tile_bytes ? 0 : steps / 12;
     return kBlockCost + task.matrices * (steps * kUnitCost * (plan.warps + 12) / 24 + rounds * kRoundCost);
 }
 
@@ -104,12 +115,45 @@ bool fill(const GpuTraits &gpu, const ProductTask &task, ProductPlan &plan) {
 
 } // namespace
 
+namespace {
+
+constexpr const char *kPathNames[] = {"plain", "ampere", "hopper"};
+Path most_path = Path::kHopper;
+
+} // namespace
+
 const char *path_name(Path path) {
-    return path == Path::kHopper ? "hopper" : path == Path::kAmpere ? "ampere" : "plain";
+    return kPathNames[static_cast<int>(path)];
+}
+
+bool path_named(const char *name, Path *path) {
+    for (int i = 0; i < 3; i++) {
+        if (strcmp(name, kPathNames[i]) != 0) continue;
+        *path = static_cast<Path>(i);
+        return true;
+    }
+    return false;
+}
+
+void limit_path(Path most) {
+    most_path = most;
 }
 
 Path path_of(const GpuTraits &gpu) {
-    return gpu.capability >= 90 ? Path::kHopper : gpu.capability >= 80 ? Path::kAmpere : Path::kPlain;
+    const Path best = gpu.capability >= 90 ? Path::kHopper : gpu.capability >= 80 ? Path::kAmpere : Path::kPlain;
+    return std::min(best, most_path);
+}
+
+bool typical_gpu(int capability, GpuTraits *gpu) {
+    /* A100, RTX 3090, RTX 4090, H200, B200, RTX 5090 */
+    constexpr GpuTraits known[] = {{75, 68, 65536},   {80, 108, 166912},  {86, 82, 101376},  {89, 128, 101376},
+                                   {90, 132, 232448}, {100, 148, 232448}, {120, 170, 101376}};
+    for (const GpuTraits &candidate : known) {
+        if (candidate.capability != capability) continue;
+        *gpu = candidate;
+        return true;
+    }
+    return false;
 }
 
 ProductPlan plan_product(const GpuTraits &gpu, const ProductTask &task) {
@@ -118,15 +162,17 @@ ProductPlan plan_product(const GpuTraits &gpu, const ProductTask &task) {
     const int pairs = coli_ceil_div(task.O, kPairRows);
     for (int waves = 1; waves <= 4; waves++) {
         ProductPlan plan{};
-        plan.path = path_of(gpu);
+        plan.path = task.path;
+        plan.gate_up = task.matrices == 2;
         plan.pass_rows = pass_rows_for(plan.path, task);
         plan.limbs_only = plan.path != Path::kPlain && !task.halves;
         plan.codebook = task.codebook;
-        plan.slot_bytes = 2 * task.tile_bytes;
         plan.blocks = std::clamp(waves * gpu.multiprocessors / task.experts, 1, pairs);
-        for (plan.warps = product_threads(plan.pass_rows) / 32; plan.warps >= 2; plan.warps -= 2) {
-            for (plan.stages = 3; plan.stages >= 2; plan.stages--) {
+        for (plan.warps = product_threads(plan.pass_rows, plan.limbs_only) / 32; plan.warps >= 2; plan.warps -= 2) {
+            for (const Slots slots : {Slots{2, 2}, Slots{1, 3}, Slots{1, 2}}) {
                 ProductPlan filled = plan;
+                filled.stages = slots.stages;
+                filled.slot_bytes = 2 * slots.tiles * task.tile_bytes;
                 if (!fill(gpu, task, filled)) continue;
                 const int cost = coli_ceil_div(task.experts * filled.blocks, gpu.multiprocessors) * cost_of(task, filled);
                 if (best_cost == 0 || cost < best_cost) best = filled, best_cost = cost;
@@ -134,6 +180,25 @@ ProductPlan plan_product(const GpuTraits &gpu, const ProductTask &task) {
         }
     }
     return best;
+}
+
+std::vector<ProductPlan> all_variants(const GpuTraits &gpu) {
+    std::vector<ProductPlan> variants;
+    const auto add = [&](Path path, bool limbs_only, std::initializer_list<int> pass_rows) {
+        for (int rows : pass_rows) {
+            ProductPlan plan{};
+            plan.path = path, plan.limbs_only = limbs_only, plan.pass_rows = rows;
+            variants.push_back(plan);
+        }
+    };
+    add(Path::kPlain, false, {4});
+    for (Path path : {Path::kAmpere, Path::kHopper}) {
+        if (gpu.capability < (path == Path::kHopper ? 90 : 80)) continue;
+        add(path, true, {1, 2, 4, 8, 16});
+        add(path, false, {4, 8});
+    }
+    if (gpu.capability >= 90) add(Path::kHopper, false, {16});
+    return variants;
 }
 
 const ProductPlan &PlanCache::product(const GpuTraits &gpu, const ProductTask &task) {
@@ -157,6 +222,21 @@ RotationPlan plan_rotation(int dim, int rows) {
         offset += block;
     }
     return {pieces, std::min(rows, kMaxGrid)};
+}
+
+int describe(const ProductPlan &plan, const char *name, int experts, char *text, size_t capacity) {
+    return snprintf(
+        text, capacity,
+        "%-6s %s%s, %d row%s a pass, grid %d x %d, %d warps, %d slots of %d bytes, chunks of %d slices, rounds of %d "
+        "pairs, %d bytes shared%s",
+        name, path_name(plan.path), plan.limbs_only ? ", bytes" : "", plan.pass_rows, plan.pass_rows == 1 ? "" : "s",
+        plan.blocks, experts, plan.warps, plan.stages, plan.slot_bytes, plan.chunk_slices, plan.round_pairs,
+        plan.shared_bytes, plan.rotate ? ", rotates" : "");
+}
+
+int describe(const RotationPlan &plan, int experts, char *text, size_t capacity) {
+    return snprintf(text, capacity, "rotate grid %d x %d x %d, %d threads", plan.pieces, plan.rows, experts,
+                    kRotationThreads);
 }
 
 } // namespace coli

@@ -17,9 +17,11 @@ constexpr int kSliceTiles = kSliceColumns / kTileColumns;
 constexpr int kPairRows = 2 * kStripRows;
 /* Activation rows that share one decode of the weights, at most. */
 constexpr int kMaxPassRows = 16;
-/* Threads of a block at most: the registers of a thread grow with the rows. */
-COLI_FN constexpr int product_threads(int rows) {
-    return rows <= 8 ? 384 : 256;
+/* Shared memory for the place of a warp in its work. */
+constexpr int kWalkBytes = 64;
+/* Threads of a block at most. Many rows, and kernels for any format, take the registers of fewer threads. */
+COLI_FN constexpr int product_threads(int pass_rows, bool limbs_only) {
+    return limbs_only && pass_rows <= 8 ? 384 : 256;
 }
 
 /* Limit of a grid's y and z. */
@@ -41,26 +43,33 @@ enum class Path {
     kHopper, /* tensor cores, the copy engine, overlapping launches */
 };
 const char *path_name(Path path);
+bool path_named(const char *name, Path *path);
 
-/* The best path of a GPU. */
+/* The best path of a GPU, or what limit_path says where that is less: a Hopper GPU can take all of them. */
 Path path_of(const GpuTraits &gpu);
+/* For tests. Not to be called while products are launched. */
+void limit_path(Path most);
+
+/* A common GPU of that capability, for plans without a device; false where none is known. */
+bool typical_gpu(int capability, GpuTraits *gpu);
 
 /* One launch of kernels/product.cuh: a grid of (blocks, experts). Offsets are bytes in a block's shared memory, which
  * begins with the E8 codebook where there is one. */
 struct ProductPlan {
     Path path;
+    bool gate_up;     /* gate and up with the activation, or down */
     int pass_rows;    /* activation rows that share one decode: 1, 2, 4, 8 or 16 */
     int blocks;       /* that share an expert */
     int warps;        /* of a block */
     int stages;       /* tiles of each warp that are on their way or in work */
-    int slot_bytes;   /* of a stage: tiles of two strips */
+    int slot_bytes;   /* of a stage: one tile, or those of a slice, of two strips */
     int chunk_slices; /* slices whose activations are in shared memory together */
     int round_pairs;  /* pairs of strips between two barriers */
     bool codebook;    /* a matrix is E8 */
     bool rotate;      /* the block rotates its activations itself */
     bool limbs_only;  /* all matrices are multiplied as bytes */
-    int ring_offset, barriers_offset, parts_offset, factors_offset, partials_offset, partials_floats, totals_offset,
-        scratch_offset, shared_bytes;
+    int ring_offset, barriers_offset, walks_offset, parts_offset, factors_offset, partials_offset, partials_floats,
+        totals_offset, scratch_offset, shared_bytes;
 };
 
 struct RotationPlan {
@@ -76,19 +85,23 @@ struct GroupPlan {
 /* Matrices [O, I] of `experts` experts, `matrices` of them at once (gate and up: 2), with at most `rows` activation rows.
  */
 struct ProductTask {
+    Path path;
     int O, I, experts, rows, matrices;
     int tile_bytes; /* of the largest format among them */
     bool codebook, rotates;
     bool bytes, halves; /* some are multiplied as bytes, as fp16 */
 
     bool operator==(const ProductTask &other) const {
-        return O == other.O && I == other.I && experts == other.experts && rows == other.rows &&
+        return path == other.path && O == other.O && I == other.I && experts == other.experts && rows == other.rows &&
                matrices == other.matrices && tile_bytes == other.tile_bytes && codebook == other.codebook &&
                rotates == other.rotates && bytes == other.bytes && halves == other.halves;
     }
 };
 
 ProductPlan plan_product(const GpuTraits &gpu, const ProductTask &task);
+
+/* Plans that name every kernel that plan_product may choose on a GPU; of each, path, pass_rows and limbs_only alone. */
+std::vector<ProductPlan> all_variants(const GpuTraits &gpu);
 
 /* Remembers the plans of a device's last tasks: hosts repeat them call after call. */
 class PlanCache {
@@ -106,6 +119,10 @@ class PlanCache {
 };
 
 RotationPlan plan_rotation(int dim, int rows);
+
+/* One line, without its end; returns the length that it needs. */
+int describe(const ProductPlan &plan, const char *name, int experts, char *text, size_t capacity);
+int describe(const RotationPlan &plan, int experts, char *text, size_t capacity);
 
 } // namespace coli
 

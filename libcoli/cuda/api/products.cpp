@@ -1,8 +1,10 @@
 /* api/products.cpp - matmul, experts, groups: entry points of coli_cuda.h. Each checks, finds the device, runs. */
 #include <algorithm>
+#include <numeric>
 
 #include "../fault.h"
 #include "../host_calls.h"
+#include "../kernels/combine.h"
 #include "../kernels/rotate.h"
 #include "upload.h"
 
@@ -65,6 +67,35 @@ class TemporaryTensors {
     ColiCudaTensor *tensors_[3] = {};
     int count_ = 0;
 };
+
+bool workspace_given(const void *workspace_dev, size_t size, size_t needed, int total_rows) {
+    COLI_REFUSE_IF(!workspace_dev || reinterpret_cast<uintptr_t>(workspace_dev) % kPlaneAlignment || size < needed,
+                   COLI_E_ARGUMENT, "a workspace of %zu bytes at %p, expected %zu aligned to %zu for %d rows", size,
+                   workspace_dev, needed, kPlaneAlignment, total_rows);
+    return true;
+}
+
+/* A group on the caller's stream, as many experts a time as kernel parameters hold. The caller checked everything. */
+bool launch_group(Context &context, const GroupCall &group, int total_rows, float *y_dev, const float *x_dev,
+                  void *workspace_dev, void *stream) {
+    context.caller_streams = true;
+    for (int begin = 0, first_row = 0; begin < group.count; begin += COLI_CUDA_MAX_EXPERTS) {
+        GroupParams params = group_params(group, begin, first_row);
+        params.x = x_dev;
+        params.y = y_dev;
+        params.tables = context.tables;
+        place_workspace(&params, total_rows, workspace_dev);
+        if (params.max_rows > 0) {
+            const GroupPlan plan = plan_of(context.gpu, &context.plans, params);
+            COLI_FORWARD(succeeded(launch_expert_group(params, plan, static_cast<cudaStream_t>(stream)),
+                                   "launching %d expert(s) with %d rows on device %d", group.count, total_rows,
+                                   context.device));
+        }
+        const ExpertEntry &last = params.experts[params.count - 1];
+        first_row = last.first_row + last.rows;
+    }
+    return true;
+}
 
 Context *first_context() {
     if (!contexts().empty()) return contexts().front().get();
@@ -202,9 +233,9 @@ int coli_cuda_matmul_dev(const ColiCudaTensor *tensor, float *y_dev, const float
     context.caller_streams = true;
     GroupParams params = product_params(*tensor, y_dev, x_dev, S);
     params.tables = context.tables;
-    return succeeded(launch_down(params, plan_of_product(context, params), static_cast<cudaStream_t>(stream)),
-                     "launching a product of %d rows with a matrix [%d, %d] on device %d", S, tensor->O, tensor->I,
-                     context.device);
+    return succeeded(
+        launch_down(params, plan_of_product(context.gpu, &context.plans, params), static_cast<cudaStream_t>(stream)),
+        "launching a product of %d rows with a matrix [%d, %d] on device %d", S, tensor->O, tensor->I, context.device);
 }
 
 int coli_cuda_expert_group_dev(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups, ColiCudaTensor *const *downs,
@@ -218,26 +249,44 @@ int coli_cuda_expert_group_dev(ColiCudaTensor *const *gates, ColiCudaTensor *con
     int total_rows;
     COLI_FORWARD(call.ok() && check_group(group, 0, &total_rows));
     if (total_rows == 0) return 1;
-    const size_t needed = workspace_bytes(total_rows, gates[0]->O);
-    COLI_FORWARD(device_pointers_given(y_dev, x_dev));
-    COLI_REFUSE_IF(!workspace_dev || reinterpret_cast<uintptr_t>(workspace_dev) % kPlaneAlignment ||
-                       workspace_size < needed,
-                   COLI_E_ARGUMENT, "a workspace of %zu bytes at %p, expected %zu aligned to %zu for %d rows",
-                   workspace_size, workspace_dev, needed, kPlaneAlignment, total_rows);
-    context->caller_streams = true;
-    for (int begin = 0, first_row = 0; begin < count; begin += COLI_CUDA_MAX_EXPERTS) {
-        GroupParams params = group_params(group, begin, first_row);
-        params.x = x_dev;
-        params.y = y_dev;
-        params.tables = context->tables;
-        place_workspace(&params, total_rows, workspace_dev);
-        if (params.max_rows > 0) {
-            COLI_FORWARD(succeeded(launch_expert_group(params, plan_of(*context, params), static_cast<cudaStream_t>(stream)),
-                                   "launching %d expert(s) with %d rows on device %d", count, total_rows, context->device));
-        }
-        const ExpertEntry &last = params.experts[params.count - 1];
-        first_row = last.first_row + last.rows;
-    }
+    COLI_FORWARD(device_pointers_given(y_dev, x_dev) &&
+                 workspace_given(workspace_dev, workspace_size, workspace_bytes(total_rows, gates[0]->O), total_rows) &&
+                 launch_group(*context, group, total_rows, y_dev, x_dev, workspace_dev, stream));
+    return counted(*context, count, total_rows);
+}
+
+size_t coli_cuda_expert_group_combine_workspace(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups,
+                                                ColiCudaTensor *const *downs, const int *rows, int count) {
+    const size_t of_group = coli_cuda_expert_group_workspace(gates, ups, downs, rows, count);
+    if (of_group == 0) return 0;
+    const int total_rows = std::accumulate(rows, rows + count, 0);
+    return of_group + rows_bytes(std::max(total_rows, 1), gates[0]->I);
+}
+
+int coli_cuda_expert_group_combine_dev(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups,
+                                       ColiCudaTensor *const *downs, const int *rows, int count, float *y_dev, int tokens,
+                                       const float *x_dev, const int *row_tokens_dev, const float *row_weights_dev,
+                                       void *workspace_dev, size_t workspace_size, void *stream) {
+    COLI_FORWARD(!fault_injected("coli_cuda_expert_group_combine_dev"));
+    COLI_REFUSE_IF(tokens < 0, COLI_E_ARGUMENT, "%d tokens, expected 0 or more", tokens);
+    if (tokens == 0) return 1;
+    const GroupCall group{gates, ups, downs, rows, count};
+    Context *context = context_of(group);
+    if (!context) return 0;
+    DeviceCall call(*context);
+    int total_rows;
+    COLI_FORWARD(call.ok() && check_group(group, 0, &total_rows) && device_pointers_given(y_dev, x_dev) &&
+                 device_pointers_given(row_tokens_dev, row_weights_dev));
+    const int D = gates[0]->I;
+    const size_t of_group = workspace_bytes(std::max(total_rows, 1), gates[0]->O);
+    COLI_FORWARD(
+        workspace_given(workspace_dev, workspace_size, of_group + rows_bytes(std::max(total_rows, 1), D), total_rows));
+    float *expert_rows = reinterpret_cast<float *>(static_cast<uint8_t *>(workspace_dev) + of_group);
+    COLI_FORWARD(total_rows == 0 || launch_group(*context, group, total_rows, expert_rows, x_dev, workspace_dev, stream));
+    const CombineParams params{expert_rows, row_tokens_dev, row_weights_dev, y_dev, total_rows, tokens, D};
+    COLI_FORWARD(
+        succeeded(launch_combine(params, path_of(context->gpu) == Path::kHopper, static_cast<cudaStream_t>(stream)),
+                  "launching the sums of %d rows for %d token(s) on device %d", total_rows, tokens, context->device));
     return counted(*context, count, total_rows);
 }
 

@@ -26,10 +26,10 @@ struct GroupParams {
     int D, H; /* gate and up [H, D], down [D, H] */
     int count, max_rows;
     Activation activation;
-    const float *x;      /* [rows, D] */
-    float *y;            /* [rows, D] */
-    const float *hidden; /* [rows, H] */
-    float *rotated;      /* [rows, H], not overlapping hidden */
+    const float *x; /* [rows, D] */
+    float *y;       /* [rows, D] */
+    float *hidden;  /* [rows, H]; of a plain product its activations, which stay as they are */
+    float *rotated; /* [rows, H], not overlapping hidden */
     const DeviceTables *tables;
     ExpertEntry experts[COLI_CUDA_MAX_EXPERTS];
 };
@@ -42,7 +42,7 @@ cudaError_t launch_expert_group(const GroupParams &params, const GroupPlan &plan
 cudaError_t launch_down(const GroupParams &params, const ProductPlan &plan, cudaStream_t stream);
 
 /* Tells the current device what the kernels need of it, once, before any launch. */
-cudaError_t prepare_expert_kernels(int shared_bytes);
+cudaError_t prepare_expert_kernels(const GpuTraits &gpu);
 
 } // namespace coli
 

@@ -92,31 +92,33 @@ template <int ROWS> struct LimbColumns {
 
 /* Where this lane finds the columns that it shows to an mma, for all tiles of columns. */
 template <int ROWS> struct LimbFragments {
-    const uint8_t *first[LimbColumns<ROWS>::kTiles];
+    const uint8_t *parts;
+    int first[LimbColumns<ROWS>::kTiles];
 
-    __device__ LimbFragments(const SplitRows &x, int rows, int lane) {
+    __device__ LimbFragments(const SplitRows &x, int rows, int lane) : parts(x.parts) {
 #pragma unroll
         for (int n = 0; n < LimbColumns<ROWS>::kTiles; n++)
-            first[n] = x.parts + LimbColumns<ROWS>::plane(n, lane / 4, rows) * x.pitch + 8 * (lane % 4);
+            first[n] = keep(LimbColumns<ROWS>::plane(n, lane / 4, rows) * x.pitch + 8 * (lane % 4));
     }
     /* B fragment of the sub-block that starts at `column` of the chunk. */
     __device__ __forceinline__ uint2 at(int n, int column) const {
-        return *reinterpret_cast<const uint2 *>(first[n] + column);
+        return *reinterpret_cast<const uint2 *>(parts + first[n] + column);
     }
 };
 
 /* sums[m][r][n][i] += tile m, row g + 8 r, times column 2 t + i of tile n of the limbs, over 256 columns. */
 template <class Half, int ROWS>
-__device__ __forceinline__ void multiply_bytes(const uint8_t *slot, const TilePlace &place, const LimbFragments<ROWS> &x,
+__device__ __forceinline__ void multiply_bytes(const TileSlots &slots, const TilePlace &place, const LimbFragments<ROWS> &x,
                                                int column, const ByteTables &tables, int lane,
                                                float (&sums)[2][2][LimbColumns<ROWS>::kTiles][2]) {
     constexpr int kTiles = LimbColumns<ROWS>::kTiles, kUsed = ROWS == 1 ? 1 : 2;
+    constexpr int kHalvesUnrolled = ROWS < 8 ? 2 : 1; /* many rows need the registers that a long stretch of code takes */
     int scaled[2][2][kTiles][kUsed] = {}, scales[2][2][2];
     float super_scales[2][2];
-#pragma unroll
+#pragma unroll kHalvesUnrolled
     for (int half = 0; half < 2; half++) {
         Half halves[2];
-        load_halves(halves, slot, half, lane, place);
+        load_halves(halves, slots, half, lane, place);
 #pragma unroll
         for (int b = 0; b < kHalfSubblocks; b++) {
             uint2 fragments[kTiles];

@@ -19,23 +19,23 @@ template <class Half> struct HasCodes<Half, std::void_t<decltype(Half::kSubblock
 /* Where this lane finds the columns that it shows to an mma: part lane / 4 % 2 of row lane / 8 of each four rows. Rows that
  * do not exist repeat the last one; nobody stores what they give. */
 template <int ROW_TILES> struct HalfFragments {
-    const uint8_t *parts, *first[ROW_TILES];
-    int pitch, rows;
+    const uint8_t *parts;
+    int first[ROW_TILES], pitch, rows;
 
     __device__ HalfFragments(const SplitRows &x, int rows_, int lane) : parts(x.parts), pitch(x.pitch), rows(rows_) {
 #pragma unroll
         for (int n = 0; n < ROW_TILES; n++)
-            first[n] = parts + (2 * min(4 * n + lane / 8, rows - 1) + lane / 4 % 2) * pitch + 16 * (lane % 4);
+            first[n] = keep((2 * min(4 * n + lane / 8, rows - 1) + lane / 4 % 2) * pitch + 16 * (lane % 4));
     }
     /* B fragments of both k steps of the sub-block that starts at `column` of the chunk. */
     __device__ __forceinline__ uint4 at(int n, int column) const {
-        return *reinterpret_cast<const uint4 *>(first[n] + 2 * column);
+        return *reinterpret_cast<const uint4 *>(parts + first[n] + 2 * column);
     }
 };
 
 /* sums[m][r][n] += tile m, row g + 8 r, times activation row 4 n + t, over the 256 columns from `column` of the chunk. */
 template <class Half, int ROW_TILES>
-__device__ __forceinline__ void multiply_codes(const uint8_t *slot, const TilePlace &place,
+__device__ __forceinline__ void multiply_codes(const TileSlots &slots, const TilePlace &place,
                                                const HalfFragments<ROW_TILES> &x, int column, const ByteTables &tables,
                                                int lane, float (&sums)[2][2][ROW_TILES]) {
     constexpr int kSpan = Half::kSubblocksPerScale ? Half::kSubblocksPerScale : kHalfSubblocks;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void multiply_codes(const uint8_t *slot, const TilePl
 #pragma unroll 1
     for (int half = 0; half < 2; half++) {
         Half halves[2];
-        load_halves(halves, slot, half, lane, place);
+        load_halves(halves, slots, half, lane, place);
 #pragma unroll
         for (int b = 0; b < kHalfSubblocks; b++) {
             uint4 fragments[ROW_TILES];
@@ -127,65 +127,67 @@ __device__ __forceinline__ void unit_activations(const HalfFragments<ROW_TILES> 
     }
 }
 
-/* The same sums without tensor cores. A lane multiplies the columns of its own units with four activation rows at a time;
- * then the four lanes of a weight row add up. */
+/* dots[r][s] += row g + 8 r of a tile times activation row 4 n + s, this lane's columns alone. */
 template <class Half, int ROW_TILES>
-__device__ __forceinline__ void multiply_weights(const uint8_t *slot, const TilePlace &place,
-                                                 const HalfFragments<ROW_TILES> &x, int column, const ByteTables &tables,
-                                                 int lane, float (&sums)[2][2][ROW_TILES]) {
-#pragma unroll 1
-    for (int n = 0; n < ROW_TILES; n++) {
-        float dots[2][2][4] = {};
-#pragma unroll 1
-        for (int half = 0; half < 2; half++) {
-            Half halves[2];
-            load_halves(halves, slot, half, lane, place);
+__device__ __forceinline__ void dot_units(const Half &half, const HalfFragments<ROW_TILES> &x, int column, int n,
+                                          const ByteTables &tables, int lane, float (&dots)[2][4]) {
 #pragma unroll
-            for (int b = 0; b < kHalfSubblocks; b++) {
-                const int first = column + kSubblockColumns * (kHalfSubblocks * half + b);
+    for (int b = 0; b < kHalfSubblocks; b++) {
 #pragma unroll
-                for (int m = 0; m < 2; m++) {
+        for (int r = 0; r < 2; r++) {
+            float w[COLI_LANE];
+            unit_weights(half, b, r, tables, lane, w);
 #pragma unroll
-                    for (int r = 0; r < 2; r++) {
-                        float w[COLI_LANE];
-                        unit_weights(halves[m], b, r, tables, lane, w);
+            for (int s = 0; s < 4; s++) {
+                float v[COLI_LANE];
+                unit_activations(x, column + kSubblockColumns * b, min(4 * n + s, x.rows - 1), lane, v);
 #pragma unroll
-                        for (int s = 0; s < 4; s++) {
-                            float v[COLI_LANE];
-                            unit_activations(x, first, min(4 * n + s, x.rows - 1), lane, v);
-                            for (int j = 0; j < COLI_LANE; j++) dots[m][r][s] = fmaf(w[j], v[j], dots[m][r][s]);
-                        }
-                    }
-                }
-            }
-        }
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                float mine = 0.0f;
-#pragma unroll
-                for (int s = 0; s < 4; s++) {
-                    float dot = dots[m][r][s];
-                    dot += __shfl_xor_sync(kFullWarp, dot, 1);
-                    dot += __shfl_xor_sync(kFullWarp, dot, 2);
-                    if (s == lane % 4) mine = dot;
-                }
-#pragma unroll
-                for (int k = 0; k < ROW_TILES; k++) sums[m][r][k] += k == n ? mine : 0.0f;
+                for (int j = 0; j < COLI_LANE; j++) dots[r][s] = fmaf(w[j], v[j], dots[r][s]);
             }
         }
     }
 }
 
+/* The sums of multiply_codes without tensor cores. A lane multiplies the columns of its own units with four activation rows
+ * at a time; then the four lanes of a weight row add up. */
+template <class Half, int ROW_TILES>
+__device__ __forceinline__ void multiply_weights(const TileSlots &slots, const TilePlace &place,
+                                                 const HalfFragments<ROW_TILES> &x, int column, const ByteTables &tables,
+                                                 int lane, float (&sums)[2][2][ROW_TILES]) {
+#pragma unroll 1
+    for (int i = 0; i < 2 * ROW_TILES; i++) { /* loops that stay loops: this path is for few cases, and it is long */
+        const int m = i % 2, n = i / 2;
+        float dots[2][4] = {};
+#pragma unroll 1
+        for (int h = 0; h < 2; h++) {
+            Half half;
+            half.load(slots.first + m * slots.distance, h, lane, tile_below(place, m));
+            dot_units(half, x, column + kTileColumns / 2 * h, n, tables, lane, dots);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float mine = 0.0f;
+#pragma unroll
+            for (int s = 0; s < 4; s++) {
+                float dot = dots[r][s];
+                dot += __shfl_xor_sync(kFullWarp, dot, 1);
+                dot += __shfl_xor_sync(kFullWarp, dot, 2);
+                if (s == lane % 4) mine = dot;
+            }
+#pragma unroll
+            for (int k = 0; k < 2 * ROW_TILES; k++) sums[k % 2][r][k / 2] += k == i ? mine : 0.0f;
+        }
+    }
+}
+
 template <class Half, class Path, int ROW_TILES>
-__device__ __forceinline__ void multiply_tiles(const uint8_t *slot, const TilePlace &place,
+__device__ __forceinline__ void multiply_tiles(const TileSlots &slots, const TilePlace &place,
                                                const HalfFragments<ROW_TILES> &x, int column, const ByteTables &tables,
                                                int lane, float (&sums)[2][2][ROW_TILES]) {
     if constexpr (Path::kTensorCores && HasCodes<Half>::value)
-        multiply_codes<Half, ROW_TILES>(slot, place, x, column, tables, lane, sums);
+        multiply_codes<Half, ROW_TILES>(slots, place, x, column, tables, lane, sums);
     else
-        multiply_weights<Half, ROW_TILES>(slot, place, x, column, tables, lane, sums);
+        multiply_weights<Half, ROW_TILES>(slots, place, x, column, tables, lane, sums);
 }
 
 } // namespace coli

@@ -13,27 +13,44 @@ namespace {
 /*------   Preparing rows   ------*/
 
 constexpr int kPrepareThreads = 256;
+constexpr int kHeldQuads = 8; /* enough for rows of 8192 */
 
 /* Rows of x or, if HIDDEN, of the hidden rows to tokens; grid (rows, experts). */
 template <bool HIDDEN>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_tokens(const __grid_constant__ GroupParams p, const Tokens tokens) {
-    __shared__ float warps_largest[kPrepareThreads / kWarp];
+    __shared__ float of_warps[kPrepareThreads / kWarp];
     dependency_trigger();
     const ExpertEntry &expert = p.experts[blockIdx.y];
     const int columns = HIDDEN ? p.H : p.D, first = first_token(expert.first_row - p.experts[0].first_row, blockIdx.y);
     const ExpertTokens of_expert = expert_tokens(tokens, first, expert.rows, columns);
     const float *x = (HIDDEN ? p.hidden : p.x) + static_cast<size_t>(expert.first_row) * columns;
     dependency_wait();
-    for (int row = blockIdx.x; row < expert.rows; row += gridDim.x)
-        prepare_token(x + static_cast<size_t>(row) * columns, columns, of_expert, row, warps_largest);
+    for (int row = blockIdx.x; row < expert.rows; row += gridDim.x) {
+        prepare_token<kHeldQuads>(x + static_cast<size_t>(row) * columns, columns, of_expert, row, of_warps);
+        __syncthreads();
+    }
 }
 
-/* The same of hidden rows, which are rotated where the expert wants it. */
-__global__ void __launch_bounds__(kPrepareThreads)
+/* Rotates a row, into `buffer` if it fits there and else to `rotated`; returns where it is. */
+__device__ __forceinline__ const float *rotate_hidden(const float *x, float *rotated, int dim, const uint8_t *signs,
+                                                      float *buffer) {
+    const bool fits = dim <= kRotationPiece;
+    float *y = fits ? buffer : rotated;
+    for (int offset = 0, index = 0; offset < dim; index++) {
+        const RotationPiece piece = rotation_piece(dim, index);
+        rotate_piece(x, y, piece, false, signs, fits ? buffer + piece.offset : buffer);
+        __syncthreads();
+        if (piece.index + 1 == piece.n / piece.size) offset = piece.offset + piece.n;
+    }
+    return y;
+}
+
+/* Hidden rows to tokens, rotated where the expert wants it. */
+__global__ void __launch_bounds__(kPrepareThreads, 5)
     rotate_and_prepare(const __grid_constant__ GroupParams p, const Tokens tokens) {
-    __shared__ float buffer[kRotationPiece];
-    __shared__ float warps_largest[kPrepareThreads / kWarp];
+    __shared__ __align__(16) float buffer[kRotationPiece];
+    __shared__ float of_warps[kPrepareThreads / kWarp];
     dependency_trigger();
     const ExpertEntry &expert = p.experts[blockIdx.y];
     const int first = first_token(expert.first_row - p.experts[0].first_row, blockIdx.y);
@@ -42,16 +59,9 @@ __global__ void __launch_bounds__(kPrepareThreads)
     for (int row = blockIdx.x; row < expert.rows; row += gridDim.x) {
         const size_t start = (static_cast<size_t>(expert.first_row) + row) * p.H;
         const float *hidden = p.hidden + start;
-        if (expert.rotate_hidden) {
-            for (int offset = 0, index = 0; offset < p.H; index++) {
-                const RotationPiece piece = rotation_piece(p.H, index);
-                rotate_piece(hidden, p.rotated + start, piece, false, p.tables->signs, buffer);
-                if (piece.index + 1 == piece.n / piece.size) offset = piece.offset + piece.n;
-            }
-            __syncthreads(); /* the block reads what it wrote */
-            hidden = p.rotated + start;
-        }
-        prepare_token(hidden, p.H, of_expert, row, warps_largest);
+        if (expert.rotate_hidden) hidden = rotate_hidden(hidden, p.rotated + start, p.H, p.tables->signs, buffer);
+        prepare_token<2>(hidden, p.H, of_expert, row, of_warps);
+        __syncthreads();
     }
 }
 
@@ -59,9 +69,11 @@ __global__ void __launch_bounds__(kPrepareThreads)
 
 template <int N> class MmaUnit {
   public:
+    static constexpr int kMaxGroupSteps = 1;
     __device__ __forceinline__ MmaUnit(const uint8_t *tokens, int lane)
         : row_(tokens + lane / 4 * kTokenBytes + lane % 4 * 4), place_(lane / 4) {}
-    __device__ __forceinline__ void begin() const {}
+    /* Keeps the compiler from loading tokens long before it has registers for them. */
+    __device__ __forceinline__ void begin() const { __syncwarp(); }
     __device__ __forceinline__ void multiply(float (&chunk)[N / 8][4], const uint32_t (&a)[4], int step, bool add) const {
         const uint8_t *block = row_ + step / 4 * N * kTokenBytes;
         const int first = (2 * (step % 4) ^ place_) * kPieceBytes, second = first ^ kPieceBytes;
@@ -73,7 +85,7 @@ template <int N> class MmaUnit {
                          *reinterpret_cast<const uint32_t *>(row + second));
         }
     }
-    __device__ __forceinline__ void end() const {}
+    __device__ __forceinline__ void end() const { __syncwarp(); }
     template <int GROUPS> __device__ __forceinline__ void wait() const {}
     __device__ __forceinline__ void settle(float (&)[N / 8][4]) const {}
 
@@ -202,8 +214,9 @@ PrefillProduct plan_launch(const GpuTraits &gpu, const GroupParams &params, bool
         }
     }
     long long best_cost = 0;
-    for (int tile = 32; tile <= (base.wgmma ? kMaxTokenTile : kMaxMmaTokenTile); tile += 32) {
-        if (tile - 32 >= std::max(params.max_rows, 1)) break;
+    const int step = base.wgmma ? 32 : kMaxMmaTokenTile - 32;
+    for (int tile = 32; tile <= (base.wgmma ? kMaxTokenTile : kMaxMmaTokenTile); tile += step) {
+        if (tile - step >= params.max_rows && tile > 32) break;
         for (int sets = hidden ? 2 : 1; sets <= 2; sets++) {
             for (int warps = kPrefillWarps; warps >= (base.wgmma ? kPrefillWarps : kPrefillWarps / 2); warps /= 2) {
                 PrefillProduct plan = base;

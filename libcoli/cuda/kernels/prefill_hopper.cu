@@ -13,6 +13,7 @@ constexpr int kFillRegisters = 40, kMultiplyRegisters = 232;
 
 template <int N> class WgmmaUnit {
   public:
+    static constexpr int kMaxGroupSteps = 4;
     __device__ __forceinline__ WgmmaUnit(const uint8_t *tokens, int) : tokens_(wgmma_operand(tokens)) {}
     __device__ __forceinline__ void begin() const { wgmma_fence(); }
     /* chunk += or = a times columns 16 step ... of the tokens. */

@@ -54,8 +54,10 @@ struct PrefillJob {
 struct PrefillItem {
     int expert, first_strip, first_token, tokens;
 
-    /* Tokens that are multiplied: a width that the kernels have. */
-    __device__ __forceinline__ int width() const { return tokens <= 32 ? 32 : tokens <= 64 ? 64 : kMaxTokenTile; }
+    /* Tokens that are multiplied, existing or not. */
+    __device__ __forceinline__ int width(const PrefillProduct &plan) const {
+        return tokens <= 32 ? 32 : tokens <= 64 && plan.wgmma ? 64 : plan.token_tile;
+    }
     __device__ __forceinline__ int strip(const PrefillJob &job, int set, int warp) const {
         return first_strip + (job.plan.hidden ? 0 : set * job.plan.warps) + warp;
     }
@@ -127,7 +129,7 @@ class StageWalk {
     __device__ __forceinline__ StagePiece token_piece(int block) const {
         const PrefillItem &item = items_.item();
         const ExpertTokens tokens = job_.tokens_of(item.expert);
-        return {tokens.row(kTileTokenBlocks * tile_ + block, item.first_token), block * item.width() * kTokenBytes,
+        return {tokens.row(kTileTokenBlocks * tile_ + block, item.first_token), block * item.width(job_.plan) * kTokenBytes,
                 token_bytes(), false};
     }
     /* Strips that do not exist repeat the last one; nobody stores what they give. */
@@ -158,13 +160,12 @@ struct TileInputs {
 /* A step is 16 columns, as deep as one product. Weights of a few steps are decoded together, so that waits for look-ups
  * overlap, and their products are under way together. */
 constexpr int kTileSteps = kTileColumns / 16;
-constexpr int kMaxGroupSteps = 4;
 
 /* totals += tile times tokens, N of them. */
 template <class Unit, class Operand, int N>
 __device__ __forceinline__ void multiply_tile(const TileInputs &in, float (&totals)[N / 8][4]) {
     constexpr int kChunkSteps = 2 * Operand::kChunk, kHalfSteps = kTileSteps / 2;
-    constexpr int kSteps = kChunkSteps < kMaxGroupSteps ? kChunkSteps : kMaxGroupSteps;
+    constexpr int kSteps = kChunkSteps < Unit::kMaxGroupSteps ? kChunkSteps : Unit::kMaxGroupSteps;
     const TilePlace place{in.matrix, 0, 0, 0, 0};
     const Unit unit(in.tokens, in.lane);
     Operand weights;
@@ -205,36 +206,102 @@ __device__ __forceinline__ void multiply_tile(const TileInputs &in, float (&tota
     }
 }
 
-/* Totals of an item to where they belong: c[j][i] is row g + 8 (i / 2), token 8 j + 2 t + i % 2. */
+/*------   Results   ------*/
+
+/* As activate, without branches, so that what a thread has of an item goes through in one stream; to a few units in the
+ * last place, which fp16 forgets. */
+__device__ __forceinline__ float fast_sigmoid(float x) {
+    return __fdividef(1.0f, 1.0f + __expf(-x));
+}
+__device__ __forceinline__ float fast_tanh(float x) {
+    const float squared = x * x,
+                series = fmaf(fmaf(fmaf(-0.05396825f, squared, 0.13333333f), squared, -0.33333333f), squared, 1.0f);
+    return fabsf(x) < 0.25f ? x * series : 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x));
+}
+struct FastSilu {
+    __device__ explicit FastSilu(const Activation &) {}
+    __device__ __forceinline__ float operator()(float gate, float up) const { return gate * fast_sigmoid(gate) * up; }
+};
+struct FastSitu {
+    float b1, b2, inverse1, inverse2;
+    __device__ explicit FastSitu(const Activation &activation)
+        : b1(activation.b1), b2(activation.b2), inverse1(1.0f / b1), inverse2(1.0f / b2) {}
+    __device__ __forceinline__ float operator()(float gate, float up) const {
+        return b1 * fast_tanh(gate * inverse1) * fast_sigmoid(gate) * (b2 * fast_tanh(up * inverse2));
+    }
+};
+
+/* Where results of an item go: [token][row]. */
+struct ItemResults {
+    float *first; /* of the item's first token */
+    int rows, tokens, lane;
+
+    __device__ __forceinline__ int token(int i) const { return 8 * (i / 2) + 2 * (lane % 4) + i % 2; }
+    /* result(r, i), of row g + 8 r of a strip and token(i), all in one stream. */
+    template <int N, class Result> __device__ __forceinline__ void store(int strip, Result result) const {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int row = kStripRows * strip + lane / 4 + 8 * r;
+            float *of_row = first + row;
+#pragma unroll
+            for (int i = 0; i < N / 4; i++) {
+                const float value = result(r, i);
+                if (row < rows && token(i) < tokens) of_row[static_cast<size_t>(token(i)) * rows] = value;
+            }
+        }
+    }
+};
+
+/* Scales of rows g and g + 8 of a strip; rows that do not exist take the last one's. */
+struct StripScales {
+    float of[2];
+    __device__ __forceinline__ StripScales(const MatrixView &matrix, int strip, int rows, int lane) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) of[r] = row_scale(matrix, min(kStripRows * strip + lane / 4 + 8 * r, rows - 1));
+    }
+};
+
+/* totals[set][j][c] is row g + 8 (c / 2), token 8 j + 2 t + c % 2. */
+template <class Activate, int N>
+__device__ __forceinline__ void store_hidden(const PrefillJob &job, const PrefillItem &item, int warp,
+                                             const ItemResults &results, const float (&factors)[N / 4],
+                                             const float (&totals)[2][N / 8][4]) {
+    const ExpertEntry &expert = job.p.experts[item.expert];
+    const Activate activate(job.p.activation);
+    const int strip = item.strip(job, 0, warp);
+    const StripScales gate(expert.gate, strip, results.rows, results.lane),
+        up(expert.up, strip, results.rows, results.lane);
+    results.store<N>(strip, [&](int r, int i) {
+        const int c = 2 * r + i % 2;
+        return activate(totals[0][i / 2][c] * factors[i] * gate.of[r], totals[1][i / 2][c] * factors[i] * up.of[r]);
+    });
+}
+
 template <int N>
 __device__ __forceinline__ void store_item(const PrefillJob &job, const PrefillItem &item, int warp, int lane,
                                            const float (&totals)[2][N / 8][4]) {
     const ExpertEntry &expert = job.p.experts[item.expert];
-    const float *factors = job.tokens_of(item.expert).factors + item.first_token;
-    const int rows = job.rows();
-    float *results = (job.plan.hidden ? const_cast<float *>(job.p.hidden) : job.p.y) +
-                     (static_cast<size_t>(expert.first_row) + item.first_token) * rows;
+    float *all = job.plan.hidden ? const_cast<float *>(job.p.hidden) : job.p.y;
+    const ItemResults results{all + (static_cast<size_t>(expert.first_row) + item.first_token) * job.rows(), job.rows(),
+                              item.tokens, lane};
+    const float *token_factors = job.tokens_of(item.expert).factors + item.first_token;
+    float factors[N / 4];
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) factors[i] = __ldg(token_factors + min(results.token(i), item.tokens - 1));
+    if (job.plan.hidden) {
+        if (job.p.activation.kind == Activation::kSilu)
+            store_hidden<FastSilu, N>(job, item, warp, results, factors, totals);
+        else
+            store_hidden<FastSitu, N>(job, item, warp, results, factors, totals);
+        return;
+    }
 #pragma unroll
     for (int set = 0; set < 2; set++) {
-        if (set >= (job.plan.hidden ? 1 : job.plan.sets)) continue;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int row = kStripRows * item.strip(job, set, warp) + lane / 4 + 8 * r;
-            if (row >= rows) continue;
-            const float scale = row_scale(job.matrix(item.expert, set), row);
-            const float up_scale = job.plan.hidden ? row_scale(expert.up, row) : 1.0f;
-#pragma unroll
-            for (int i = 0; i < N / 4; i++) {
-                const int j = i / 2, token = 8 * j + 2 * (lane % 4) + i % 2;
-                if (token >= item.tokens) continue;
-                const float factor = factors[token], total = totals[set][j][2 * r + i % 2] * factor * scale;
-                float &result = results[static_cast<size_t>(token) * rows + row];
-                if (job.plan.hidden)
-                    result = activate(job.p.activation, total, totals[1][j][2 * r + i % 2] * factor * up_scale);
-                else
-                    result = total;
-            }
-        }
+        if (set >= job.plan.sets) continue;
+        const int strip = item.strip(job, set, warp);
+        const StripScales scales(expert.down, strip, results.rows, lane);
+        results.store<N>(strip,
+                         [&](int r, int i) { return totals[set][i / 2][2 * r + i % 2] * factors[i] * scales.of[r]; });
     }
 }
 
@@ -242,24 +309,37 @@ template <template <int> class Unit, int N, class Pipe>
 __device__ __forceinline__ void multiply_item(const PrefillJob &job, const PrefillItem &item, Pipe &pipe,
                                               const KernelTables &tables, int warp, int lane) {
     float totals[2][N / 8][4] = {};
-    const int tiles = tile_count(job.columns());
+    const MatrixView &first = job.matrix(item.expert, 0), &second = job.matrix(item.expert, 1);
+    const int tiles = tile_count(job.columns()), sets = job.plan.sets;
+    const int slots = job.plan.token_tile * kTileTokenBlocks * kTokenBytes + warp * job.plan.slot_bytes;
+    const int second_slot = job.plan.warps * job.plan.slot_bytes;
+    const auto multiply_stages = [&](auto multiply_first, auto multiply_second) {
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; tile++) {
-        const uint8_t *stage = pipe.front();
-        const uint8_t *slots = stage + job.plan.token_tile * kTileTokenBlocks * kTokenBytes;
-#pragma unroll
-        for (int set = 0; set < 2; set++) {
-            if (set >= job.plan.sets) continue;
-            const MatrixView &matrix = job.matrix(item.expert, set);
-            const TileInputs in{slots + (set * job.plan.warps + warp) * job.plan.slot_bytes, stage, matrix, tables, lane};
-            with_operand(matrix.kind, [&](auto operand) { multiply_tile<Unit<N>, decltype(operand), N>(in, totals[set]); });
+        for (int tile = 0; tile < tiles; tile++) {
+            const uint8_t *stage = pipe.front();
+            multiply_first(TileInputs{stage + slots, stage, first, tables, lane});
+            if (sets == 2) multiply_second(TileInputs{stage + slots + second_slot, stage, second, tables, lane});
+            pipe.pop();
         }
-        pipe.pop();
+    };
+    if (first.kind == second.kind) { /* the usual case saves a branch for every tile */
+        with_operand(first.kind, [&](auto operand) {
+            using Operand = decltype(operand);
+            multiply_stages([&](const TileInputs &in) { multiply_tile<Unit<N>, Operand, N>(in, totals[0]); },
+                            [&](const TileInputs &in) { multiply_tile<Unit<N>, Operand, N>(in, totals[1]); });
+        });
+    } else {
+        const auto multiply_any = [](const TileInputs &in, float (&sums)[N / 8][4]) {
+            with_operand(in.matrix.kind, [&](auto operand) { multiply_tile<Unit<N>, decltype(operand), N>(in, sums); });
+        };
+        multiply_stages([&](const TileInputs &in) { multiply_any(in, totals[0]); },
+                        [&](const TileInputs &in) { multiply_any(in, totals[1]); });
     }
     store_item<N>(job, item, warp, lane, totals);
 }
 
-/* All items of the block, by a warp that multiplies. MAX_TILE: token tiles that the plan may choose. */
+/* All items of the block, by a warp that multiplies. Token tiles are 32, MAX_TILE, and 64
+ * if that is between them. */
 template <template <int> class Unit, int MAX_TILE, class Pipe>
 __device__ __forceinline__ void multiply_items(const PrefillJob &job, Pipe &pipe, const KernelTables &tables, int warp,
                                                int lane) {
@@ -267,7 +347,7 @@ __device__ __forceinline__ void multiply_items(const PrefillJob &job, Pipe &pipe
         const PrefillItem &item = items.item();
         if (item.tokens <= 32)
             multiply_item<Unit, 32>(job, item, pipe, tables, warp, lane);
-        else if (MAX_TILE <= 64 || item.tokens <= 64)
+        else if (MAX_TILE > 64 && item.tokens <= 64)
             multiply_item<Unit, 64>(job, item, pipe, tables, warp, lane);
         else
             multiply_item<Unit, MAX_TILE>(job, item, pipe, tables, warp, lane);

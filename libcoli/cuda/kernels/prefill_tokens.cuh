@@ -57,41 +57,63 @@ __device__ __forceinline__ ExpertTokens expert_tokens(const Tokens &tokens, int 
     return {tokens.halves + first * row_bytes, tokens.factors + first, pad_tokens(rows)};
 }
 
-/* Columns `column` and the next, scaled; zero where there is none. */
-__device__ __forceinline__ uint32_t token_pair(const float *row, int column, int columns, float factor) {
-    const float *p = row + column;
-    if (column + 2 <= columns && reinterpret_cast<uintptr_t>(p) % 8 == 0) {
-        const float2 pair = *reinterpret_cast<const float2 *>(p);
-        return round_pair(pair.x * factor, pair.y * factor);
-    }
-    return round_pair(column < columns ? p[0] * factor : 0.0f, column + 1 < columns ? p[1] * factor : 0.0f);
+/* Four columns of a token, quad i of its row, already scaled; lanes are neighbours in i. Lanes of units 2 k and 2 k + 1
+ * exchange pairs, so that each writes eight bytes of one piece. */
+__device__ __forceinline__ void store_quad(const ExpertTokens &tokens, int token, int i, float4 v) {
+    const int subblock = i / 8, unit = i / 2 % 4, h = i % 2, odd = unit % 2;
+    const uint32_t first = round_pair(v.x, v.y), second = round_pair(v.z, v.w);
+    const uint32_t received = __shfl_xor_sync(kFullWarp, odd ? first : second, 2);
+    const int piece = 4 * (subblock % 2) + 2 * h + odd, place = piece ^ token % kTokenGroup;
+    *reinterpret_cast<uint2 *>(tokens.row(subblock / 2, token) + kPieceBytes * place + 8 * (unit / 2)) =
+        odd ? make_uint2(received, second) : make_uint2(first, received);
 }
 
-/* All threads of the block turn a row into token `token`. `warps_largest` has a float for each warp. */
-__device__ inline void prepare_token(const float *row, int columns, const ExpertTokens &tokens, int token,
-                                     float *warps_largest) {
-    float largest = 0.0f;
-    for (int column = 4 * threadIdx.x; column < columns; column += 4 * blockDim.x) {
-        const float4 v = load_quad(row, column, columns);
-        largest = fmaxf(largest, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
-    }
+__device__ __forceinline__ float largest_of(float4 v) {
+    return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+}
+__device__ __forceinline__ float4 scaled(float4 v, float factor) {
+    return {v.x * factor, v.y * factor, v.z * factor, v.w * factor};
+}
+
+/* The largest value of any thread of the block. `of_warps` has a float for each warp; a barrier must come before it is used
+ * again. */
+__device__ __forceinline__ float largest_of_block(float largest, float *of_warps) {
     for (int distance = kWarp / 2; distance; distance /= 2)
         largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, distance));
-    if (threadIdx.x % kWarp == 0) warps_largest[threadIdx.x / kWarp] = largest;
+    if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = largest;
     __syncthreads();
-    for (int i = 0; i < static_cast<int>(blockDim.x) / kWarp; i++) largest = fmaxf(largest, warps_largest[i]);
-    __syncthreads(); /* the next row may follow */
+    for (int i = 0; i < static_cast<int>(blockDim.x) / kWarp; i++) largest = fmaxf(largest, of_warps[i]);
+    return largest;
+}
+
+/* All threads of the block turn a row, in global or shared memory, into token `token`. Each thread reads HELD quads once, into
+ * registers, and those of longer rows again. `of_warps` as above, and a barrier before the next row. */
+template <int HELD>
+__device__ inline void prepare_token(const float *row, int columns, const ExpertTokens &tokens, int token,
+                                     float *of_warps) {
+    const int quads = tile_count(columns) * kTileColumns / 4, rest = threadIdx.x + HELD * blockDim.x;
+    float4 held[HELD];
+    float largest = 0.0f;
+#pragma unroll
+    for (int j = 0; j < HELD; j++) {
+        const int i = threadIdx.x + j * blockDim.x;
+        held[j] = i < quads ? load_quad(row, 4 * i, columns) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+#pragma unroll
+    for (int j = 0; j < HELD; j++) largest = fmaxf(largest, largest_of(held[j]));
+    for (int i = rest; i < quads; i += blockDim.x) largest = fmaxf(largest, largest_of(load_quad(row, 4 * i, columns)));
+    largest = largest_of_block(largest, of_warps);
 
     const int exponent = max(static_cast<int>(coli_f32_to_bits(largest) >> 23) - 127, -100);
     const float factor = power_of_two(13 - exponent);
     if (threadIdx.x == 0) tokens.factors[token] = power_of_two(exponent - 13);
-    for (int i = threadIdx.x; i < tile_count(columns) * kTileColumns / COLI_LANE; i += blockDim.x) {
-        const int subblock = i / 4, h = i / 2 % 2, q = i % 2, first = kSubblockColumns * subblock + 4 * h + 2 * q;
-        const uint4 piece = {token_pair(row, first, columns, factor), token_pair(row, first + 8, columns, factor),
-                             token_pair(row, first + 16, columns, factor), token_pair(row, first + 24, columns, factor)};
-        const int place = i % 8 ^ token % kTokenGroup;
-        *reinterpret_cast<uint4 *>(tokens.row(i / 8, token) + kPieceBytes * place) = piece;
+#pragma unroll
+    for (int j = 0; j < HELD; j++) {
+        const int i = threadIdx.x + j * blockDim.x;
+        if (i < quads) store_quad(tokens, token, i, scaled(held[j], factor)); /* for a warp as a whole */
     }
+    for (int i = rest; i < quads; i += blockDim.x)
+        store_quad(tokens, token, i, scaled(load_quad(row, 4 * i, columns), factor));
 }
 
 } // namespace coli

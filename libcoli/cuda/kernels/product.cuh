@@ -34,10 +34,13 @@ struct Share {
     __device__ __forceinline__ const MatrixView &matrix(int i) const { return i ? *second_matrix : *first_matrix; }
 };
 
+class TileWalk;
+
 /* The block's shared memory, laid out by the plan. */
 struct ProductMemory {
     uint32_t *codebook;
     RingMemory ring; /* this warp's */
+    TileWalk *walk;  /* this warp's */
     SplitRows activations;
     float *partials; /* [2][units of a round][rows][32 weight rows] */
     float *totals;   /* [matrices][pairs][rows][32 weight rows] */
@@ -50,6 +53,7 @@ template <class Scheme> __device__ ProductMemory product_memory(const ProductPla
     memory.ring = {shared + plan.ring_offset + static_cast<size_t>(warp) * plan.stages * plan.slot_bytes,
                    reinterpret_cast<uint64_t *>(shared + plan.barriers_offset) + warp * plan.stages, plan.slot_bytes,
                    plan.stages};
+    memory.walk = reinterpret_cast<TileWalk *>(shared + plan.walks_offset + kWalkBytes * warp);
     memory.activations = {shared + plan.parts_offset, reinterpret_cast<float *>(shared + plan.factors_offset),
                           plan.chunk_slices * kSliceColumns * Scheme::kColumnBytes + Scheme::kPlanePadding};
     memory.partials = reinterpret_cast<float *>(shared + plan.partials_offset);
@@ -66,79 +70,90 @@ __device__ __forceinline__ UnitRange units_of_warp(int units, int warp, int warp
     return {units * warp / warps, units * (warp + 1) / warps};
 }
 
-/* The order in which a warp takes its tiles: chunks, matrices, rounds, units, tiles. The ring runs through it ahead of the
- * products. */
+/* Tiles of each strip in a slot: a whole slice where that fits. */
+__device__ __forceinline__ int tiles_of_slot(const ProductPlan &plan, const MatrixView &matrix) {
+    return plan.slot_bytes < 2 * kSliceTiles * matrix.tile_bytes ? 1 : kSliceTiles;
+}
+
+/* The order in which a warp takes its tiles: chunks, matrices, rounds, pairs, and of a pair the run of tiles that are its
+ * units'. The ring goes through it ahead of the products. It lies in shared memory and one lane moves it, so that it costs
+ * the products no registers. */
 class TileWalk {
   public:
-    __device__ TileWalk(const Share &share, const ProductPlan &plan, int warp) : share_(share), plan_(plan), warp_(warp) {
-        slices_ = coli_ceil_div(share.tiles, kSliceTiles);
-        enter_round();
-        settle();
+    TilePair tiles; /* the next ones */
+
+    __device__ void start(const Share &share, const ProductPlan &plan, int warp) {
+        chunk_ = matrix_ = round_ = 0;
+        enter_round(share, plan, warp);
+        enter_run(share, plan, warp);
     }
-    __device__ __forceinline__ bool done() const { return chunk_ >= slices_; }
-    __device__ __forceinline__ TilePair tiles() const { return tiles_; }
-    __device__ __forceinline__ void next() {
-        if (--tiles_left_) {
-            tiles_.first += tiles_.bytes;
-            tiles_.second += tiles_.bytes;
-            return;
+    __device__ __forceinline__ bool done() const { return tiles_left_ == 0; }
+    __device__ __forceinline__ void next(const Share &share, const ProductPlan &plan, int warp) {
+        tiles_left_ -= slot_tiles_;
+        if (tiles_left_ > 0) {
+            tiles.first += tiles.bytes;
+            tiles.second += tiles.bytes;
+            if (tiles_left_ < slot_tiles_) tiles.bytes = tiles_left_ * (tiles.bytes / slot_tiles_);
+        } else {
+            slice_ = 0, pair_++;
+            enter_run(share, plan, warp);
         }
-        units_left_--;
-        if (++slice_ == chunk_slices_) slice_ = 0, pair_++;
-        settle();
     }
 
   private:
-    __device__ void enter_round() {
-        chunk_slices_ = min(plan_.chunk_slices, slices_ - chunk_);
-        const int pairs = min(plan_.round_pairs, share_.pairs - round_);
-        const UnitRange range = units_of_warp(pairs * chunk_slices_, warp_, plan_.warps);
+    __device__ void enter_round(const Share &share, const ProductPlan &plan, int warp) {
+        chunk_slices_ = min(plan.chunk_slices, coli_ceil_div(share.tiles, kSliceTiles) - chunk_);
+        const int pairs = min(plan.round_pairs, share.pairs - round_);
+        const UnitRange range = units_of_warp(pairs * chunk_slices_, warp, plan.warps);
         units_left_ = range.end - range.begin;
         pair_ = range.begin / chunk_slices_;
         slice_ = range.begin - pair_ * chunk_slices_;
     }
-    __device__ __forceinline__ void enter_unit() {
-        const MatrixView &matrix = share_.matrix(matrix_);
-        const int first = 2 * (share_.first_pair + round_ + pair_), second = min(first + 1, share_.strips - 1);
-        const int tile = kSliceTiles * (chunk_ + slice_);
-        const size_t strip_bytes = static_cast<size_t>(share_.tiles) * matrix.tile_bytes;
-        tiles_left_ = min(kSliceTiles, share_.tiles - tile);
-        tiles_.bytes = matrix.tile_bytes;
-        tiles_.first = matrix.weights + first * strip_bytes + tile * matrix.tile_bytes;
-        tiles_.second = tiles_.first + (second - first) * strip_bytes;
-    }
-    /* Goes on to the next round that has a unit for this warp, and to its first tile. */
-    __device__ void settle() {
+    /* Goes on to the next round that has a unit for this warp; false at the end. */
+    __device__ bool find_units(const Share &share, const ProductPlan &plan, int warp) {
         while (units_left_ == 0) {
-            round_ += plan_.round_pairs;
-            if (round_ >= share_.pairs) {
+            round_ += plan.round_pairs;
+            if (round_ >= share.pairs) {
                 round_ = 0;
-                if (++matrix_ == share_.matrix_count) matrix_ = 0, chunk_ += plan_.chunk_slices;
-                if (done()) return;
+                if (++matrix_ == share.matrix_count) matrix_ = 0, chunk_ += plan.chunk_slices;
+                if (chunk_ * kSliceTiles >= share.tiles) return false;
             }
-            enter_round();
+            enter_round(share, plan, warp);
         }
-        enter_unit();
+        return true;
+    }
+    __device__ void enter_run(const Share &share, const ProductPlan &plan, int warp) {
+        tiles_left_ = 0;
+        if (!find_units(share, plan, warp)) return;
+        const MatrixView &matrix = share.matrix(matrix_);
+        const int first = 2 * (share.first_pair + round_ + pair_), second = min(first + 1, share.strips - 1);
+        const int units = min(units_left_, chunk_slices_ - slice_), tile = kSliceTiles * (chunk_ + slice_);
+        units_left_ -= units;
+        tiles_left_ = min(kSliceTiles * units, share.tiles - tile);
+        slot_tiles_ = tiles_of_slot(plan, matrix);
+        const size_t strip_bytes = static_cast<size_t>(share.tiles) * matrix.tile_bytes;
+        tiles.bytes = min(tiles_left_, slot_tiles_) * matrix.tile_bytes;
+        tiles.first = matrix.weights + first * strip_bytes + tile * matrix.tile_bytes;
+        tiles.second = tiles.first + (second - first) * strip_bytes;
     }
 
-    const Share &share_;
-    const ProductPlan &plan_;
-    int warp_, slices_;
-    int chunk_ = 0, matrix_ = 0, round_ = 0; /* first slice of the chunk, first pair of the round */
-    int chunk_slices_ = 0, pair_ = 0, slice_ = 0, units_left_ = 0, tiles_left_ = 0;
-    TilePair tiles_{};
+    int chunk_, matrix_, round_; /* first slice of the chunk, first pair of the round */
+    int chunk_slices_, pair_, slice_, units_left_;
+    int slot_tiles_, tiles_left_; /* of the run */
 };
+static_assert(sizeof(TileWalk) <= kWalkBytes, "the plan reserves too little");
 
-/* The ring together with the walk that feeds it. */
+/* A warp's ring together with the walk that feeds it. */
 template <class Ring> class TileStream {
   public:
-    __device__ TileStream(Ring &ring, const Share &share, const ProductPlan &plan, int warp)
-        : ring_(ring), ahead_(share, plan, warp) {
+    __device__ TileStream(Ring &ring, TileWalk &walk, const Share &share, const ProductPlan &plan, int warp, int lane)
+        : ring_(ring), walk_(walk), share_(share), plan_(plan), warp_(warp), lane_(lane) {
+        if (lane == 0) walk.start(share, plan, warp);
         push(); /* the others follow when the activations are on their way: this one's copies are not to delay them */
     }
     /* Fills the rest of the ring; once, before the first front(). */
-    __device__ __forceinline__ void fill(int stages) {
-        for (int i = 1; i < stages; i++) push();
+    __device__ __forceinline__ void fill() {
+        for (int i = 1; i < plan_.stages; i++) push();
     }
     __device__ __forceinline__ const uint8_t *front() { return ring_.front(); }
     __device__ __forceinline__ void pop() {
@@ -148,12 +163,24 @@ template <class Ring> class TileStream {
 
   private:
     __device__ __forceinline__ void push() {
-        if (ahead_.done()) return;
-        ring_.push(ahead_.tiles());
-        ahead_.next();
+        if (Ring::kOneLane) {
+            if (lane_ != 0 || walk_.done()) return;
+            ring_.push(walk_.tiles);
+        } else {
+            __syncwarp();
+            if (walk_.done()) return;
+            ring_.push(walk_.tiles);
+            __syncwarp();
+            if (lane_ != 0) return;
+        }
+        walk_.next(share_, plan_, warp_);
     }
+
     Ring &ring_;
-    TileWalk ahead_;
+    TileWalk &walk_;
+    const Share &share_;
+    const ProductPlan &plan_;
+    int warp_, lane_;
 };
 
 /*------   How a unit is multiplied   ------*/
@@ -163,17 +190,24 @@ template <class Stream, class Fragments> struct Unit {
     Stream &stream;
     const MatrixView &matrix;
     const Share &share;
+    const ProductPlan &plan;
     const Fragments &activations;
     const ByteTables &tables;
     int pair, tile, tile_end; /* of the matrix */
     int place;                /* first column in the chunk */
     int lane;
 
-    /* Calls multiply(slot, place of the first tile, first column in the chunk) for each tile. */
+    /* Calls multiply(first tile, second tile, their place, first column in the chunk) for each pair of tiles. */
     template <class Multiply> __device__ __forceinline__ void for_tiles(Multiply multiply) const {
-        for (int i = 0; i < tile_end - tile; i++) {
-            const TilePlace where{matrix, kPairRows * pair, kTileColumns * (tile + i), share.O, share.I};
-            multiply(stream.front(), where, place + kTileColumns * i);
+        const int tiles = tile_end - tile, of_slot = tiles_of_slot(plan, matrix);
+        for (int first = 0; first < tiles; first += of_slot) {
+            const int count = min(of_slot, tiles - first);
+            const uint8_t *slot = stream.front();
+            for (int i = 0; i < count; i++) {
+                const TilePlace where{matrix, kPairRows * pair, kTileColumns * (tile + first + i), share.O, share.I};
+                const TileSlots slots{slot + i * matrix.tile_bytes, count * matrix.tile_bytes};
+                multiply(slots, where, place + kTileColumns * (first + i));
+            }
             stream.pop();
         }
     }
@@ -195,8 +229,8 @@ template <class Path, int ROWS> struct HalfScheme {
     }
     template <class Half, class Stream>
     static __device__ __forceinline__ void multiply_as(const Unit<Stream, Fragments> &unit, Sums &sums) {
-        unit.for_tiles([&](const uint8_t *slot, const TilePlace &where, int column) {
-            multiply_tiles<Half, Path, kValues>(slot, where, unit.activations, column, unit.tables, unit.lane, sums.of);
+        unit.for_tiles([&](const TileSlots &slots, const TilePlace &where, int column) {
+            multiply_tiles<Half, Path, kValues>(slots, where, unit.activations, column, unit.tables, unit.lane, sums.of);
         });
         sums.unit = Half::kUnit;
     }
@@ -250,8 +284,8 @@ template <int ROWS> struct LimbScheme {
     }
     template <class Stream>
     static __device__ __forceinline__ void multiply(const Unit<Stream, Fragments> &unit, Sums &sums) {
-        unit.for_tiles([&](const uint8_t *slot, const TilePlace &where, int column) {
-            multiply_bytes<E8Half, ROWS>(slot, where, unit.activations, column, unit.tables, unit.lane, sums.of);
+        unit.for_tiles([&](const TileSlots &slots, const TilePlace &where, int column) {
+            multiply_bytes<E8Half, ROWS>(slots, where, unit.activations, column, unit.tables, unit.lane, sums.of);
         });
     }
     static __device__ __forceinline__ int row(int k, int lane) { return Columns::row(k, lane); }
@@ -283,12 +317,12 @@ __device__ __forceinline__ void store_partials(const typename Scheme::Sums &sums
 
 /* totals [pairs][rows][32] of a round, each of its outputs slice after slice. */
 __device__ inline void add_partials(const float *partials, float *totals, int pairs, int slices, int rows, bool first) {
-    const int outputs = rows * kPairRows;
-    for (int i = threadIdx.x; i < pairs * outputs; i += blockDim.x) {
-        const int pair = i / outputs, output = i % outputs;
+    for (int i = threadIdx.x; i < pairs * rows * kPairRows; i += blockDim.x) {
+        const int line = i / kPairRows, pair = rows == 1 ? line : line / rows, stride = rows * kPairRows;
+        const float *of_output = partials + (pair * (slices - 1)) * stride + i;
         float total = first ? 0.0f : totals[i];
-        const float *of_pair = partials + pair * slices * outputs + output;
-        for (int slice = 0; slice < slices; slice++) total += of_pair[slice * outputs];
+#pragma unroll 4
+        for (int slice = 0; slice < slices; slice++) total += of_output[slice * stride];
         totals[i] = total;
     }
 }
@@ -314,9 +348,17 @@ __device__ void multiply_share(Stream &stream, const Share &share, const Product
                 int of_round = range.begin / count, slice = range.begin - of_round * count;
                 for (int unit = range.begin; unit < range.end; unit++) {
                     const int tile = kSliceTiles * (first + slice), tile_end = min(tile + kSliceTiles, share.tiles);
-                    const Unit<Stream, typename Scheme::Fragments> work{
-                        stream,   share.matrix(matrix),  share, fragments, tables, share.first_pair + pair + of_round, tile,
-                        tile_end, kSliceColumns * slice, lane};
+                    const Unit<Stream, typename Scheme::Fragments> work{stream,
+                                                                        share.matrix(matrix),
+                                                                        share,
+                                                                        plan,
+                                                                        fragments,
+                                                                        tables,
+                                                                        share.first_pair + pair + of_round,
+                                                                        tile,
+                                                                        tile_end,
+                                                                        kSliceColumns * slice,
+                                                                        lane};
                     typename Scheme::Sums sums;
                     Scheme::multiply(work, sums);
                     store_partials<Scheme>(sums, memory.activations.factors + slice * kMaxPassRows, share.rows, lane,

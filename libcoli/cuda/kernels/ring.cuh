@@ -25,7 +25,9 @@ struct RingMemory {
 
 class BulkRing {
   public:
-    __device__ BulkRing(const RingMemory &memory, int lane) : memory_(memory), lane_(lane) {
+    static constexpr bool kOneLane = true; /* push is lane 0's alone */
+
+    __device__ BulkRing(const RingMemory &memory, int lane) : memory_(memory) {
         if (lane == 0) {
             for (int i = 0; i < memory.stages; i++) barrier_init(memory.barriers + i, 1);
             barrier_init_fence();
@@ -34,13 +36,11 @@ class BulkRing {
     }
     /* Fills the next slot; at most `stages` are filled and not released. */
     __device__ __forceinline__ void push(const TilePair &tiles) {
-        if (lane_ == 0) {
-            uint8_t *slot = memory_.slots + head_ * memory_.slot_bytes;
-            uint64_t *barrier = memory_.barriers + head_;
-            barrier_expect(barrier, 2 * tiles.bytes);
-            copy_bulk(slot, tiles.first, tiles.bytes, barrier);
-            copy_bulk(slot + tiles.bytes, tiles.second, tiles.bytes, barrier);
-        }
+        uint8_t *slot = memory_.slots + head_ * memory_.slot_bytes;
+        uint64_t *barrier = memory_.barriers + head_;
+        barrier_expect(barrier, 2 * tiles.bytes);
+        copy_bulk(slot, tiles.first, tiles.bytes, barrier);
+        copy_bulk(slot + tiles.bytes, tiles.second, tiles.bytes, barrier);
         head_ = head_ + 1 == memory_.stages ? 0 : head_ + 1;
     }
     /* The oldest slot, filled. */
@@ -56,12 +56,14 @@ class BulkRing {
 
   private:
     RingMemory memory_;
-    int lane_, head_ = 0, tail_ = 0;
+    int head_ = 0, tail_ = 0;
     unsigned phase_ = 0;
 };
 
 class AsyncRing {
   public:
+    static constexpr bool kOneLane = false;
+
     __device__ AsyncRing(const RingMemory &memory, int lane) : memory_(memory), lane_(lane) {}
     __device__ __forceinline__ void push(const TilePair &tiles) {
         uint8_t *slot = memory_.slots + head_ * memory_.slot_bytes;
@@ -96,6 +98,8 @@ class AsyncRing {
 
 class PlainRing {
   public:
+    static constexpr bool kOneLane = false;
+
     __device__ PlainRing(const RingMemory &memory, int lane) : memory_(memory), lane_(lane) {}
     __device__ __forceinline__ void push(const TilePair &tiles) {
         uint8_t *slot = memory_.slots + head_ * memory_.slot_bytes;

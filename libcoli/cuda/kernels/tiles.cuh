@@ -71,7 +71,9 @@ struct E8Half {
     /* The signs of sub-block b, row g + 8 r, columns 4 h ... + 3 of the unit, in the sign bits of the four bytes. */
     __device__ __forceinline__ uint32_t signs(int b, int r, int h) const {
         const uint32_t pattern = half ? patterns[2 + b / 2] : patterns[b / 2];
-        return (pattern ^ rotl(pattern, 4)) << (3 - 2 * (b & 1) - r + 4 * h);
+        const uint32_t all = pattern ^ rotl(pattern, 4);
+        const int shift = 3 - 2 * (b & 1) - r + 4 * h;
+        return h ? shift_left_alu(all, shift) : all << shift;
     }
 
     /* Codes are signed codebook bytes. */
@@ -332,8 +334,8 @@ struct Fp8TableHalf : ByteHalf {
     }
     template <class Tables>
     __device__ __forceinline__ void weights(int b, int r, const Tables &tables, float (&w)[COLI_LANE]) const {
-        coli_fp8_lane(quad(b, r, 0), quad(b, r, 1), tables.fp8, w);
-        for (int j = 0; j < COLI_LANE; j++) w[j] *= block_scale;
+#pragma unroll
+        for (int j = 0; j < COLI_LANE; j++) w[j] = tables.fp8[quad(b, r, j / 4) >> 8 * (j % 4) & 255u] * block_scale;
     }
 };
 
@@ -356,10 +358,11 @@ struct Int4AnyGroupHalf : NibbleHalf {
     template <class Tables>
     __device__ __forceinline__ void weights(int b, int r, const Tables &, float (&w)[COLI_LANE]) const {
         const size_t first = static_cast<size_t>(min(first_row + 8 * r, rows - 1)) * groups;
+        const int column = keep(first_column + kSubblockColumns * b); /* eight loads at a time, not all of the half */
+#pragma unroll
         for (int j = 0; j < COLI_LANE; j++) {
-            const int group = (first_column + kSubblockColumns * b + j) / group_size;
             const int code = static_cast<int>(words[2 * b + r] >> 4 * (j / 2 + 4 * (j % 2)) & 15u) - 8;
-            w[j] = static_cast<float>(code) * plane[first + min(group, groups - 1)];
+            w[j] = static_cast<float>(code) * plane[first + min((column + j) / group_size, groups - 1)];
         }
     }
 
@@ -367,15 +370,22 @@ struct Int4AnyGroupHalf : NibbleHalf {
     int rows;
 };
 
-/* The two tiles of a slot: `place` is that of the first one. */
+/* Two tiles in shared memory, the second one `distance` bytes behind the first. */
+struct TileSlots {
+    const uint8_t *first;
+    int distance;
+};
+
+__device__ __forceinline__ TilePlace tile_below(const TilePlace &place, int strips) {
+    return {place.matrix, place.row + kStripRows * strips, place.column, place.rows, place.columns};
+}
+
+/* Half of both; `place` is that of the first one. */
 template <class Half>
-__device__ __forceinline__ void load_halves(Half (&halves)[2], const uint8_t *slot, int half, int lane,
+__device__ __forceinline__ void load_halves(Half (&halves)[2], const TileSlots &slots, int half, int lane,
                                             const TilePlace &place) {
 #pragma unroll
-    for (int m = 0; m < 2; m++) {
-        const TilePlace of_tile{place.matrix, place.row + kStripRows * m, place.column, place.rows, place.columns};
-        halves[m].load(slot + m * place.matrix.tile_bytes, half, lane, of_tile);
-    }
+    for (int m = 0; m < 2; m++) halves[m].load(slots.first + m * slots.distance, half, lane, tile_below(place, m));
 }
 
 } // namespace coli

@@ -20,6 +20,20 @@ __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t select
 #endif
 }
 
+/* x << bits. The compiler makes shifts by constants multiplications, to spare the integer pipe; a funnel shift stays there,
+ * where the multipliers are busier. */
+__device__ __forceinline__ uint32_t shift_left_alu(uint32_t x, int bits) {
+    return __funnelshift_l(0u, x, bits);
+}
+
+/* The same value, of which the compiler no longer knows how it was computed: it keeps it rather than compute it again. */
+__device__ __forceinline__ int keep(int value) {
+#if !defined(COLI_SIMT)
+    asm volatile("" : "+r"(value));
+#endif
+    return value;
+}
+
 __device__ __forceinline__ uint32_t rotl(uint32_t x, uint32_t bits) {
     return __funnelshift_l(x, x, bits);
 }
