@@ -24,9 +24,10 @@
  * piece c of all lanes at once. The pieces of a lane, as four little-endian words each:
  *
  *   INT4, MXFP4, INT4_GROUPED   piece c = 0..3: { row g, row g+8 } of b = 2c, { row g, row g+8 } of b = 2c + 1.
- *                               A word: nibble q = 0..3 is column 2q of the unit, nibble q + 4 column 2q + 1.
- *   INT2                        piece c = 0, 1: b = 4c ... 4c + 3. Two bits at 2s: s = q is column 2q of row g, s = q + 4
- *                               the same of row g+8, s + 8 column 2q + 1.
+ *                               A word: byte k = 0..3 has column k of the unit in its low nibble, column 4 + k in the
+ *                               high one.
+ *   INT2                        piece c = 0, 1: b = 4c ... 4c + 3. A word: byte k has, two bits each, columns k and 4 + k
+ *                               of row g, columns k and 4 + k of row g+8.
  *   INT8, FP8_B128              piece b = 0..7: row g columns 0-3, columns 4-7, row g+8 columns 0-3, columns 4-7.
  *   F32                         piece 4b + j, j = 0..3: the same four places, four floats each.
  *   E8                          pieces 0 and 1: index words of b = 0..3 and b = 4..7; byte j of a word is the index
@@ -164,7 +165,17 @@ struct MatrixView {
 
 /* Whether weights are signed bytes times scales, and are multiplied as such. */
 COLI_FN bool multiplies_bytes(const MatrixView &matrix) {
-    return matrix.kind == TileKind::kE8;
+    switch (matrix.kind) {
+    case TileKind::kE8:
+    case TileKind::kInt8:
+    case TileKind::kInt4:
+    case TileKind::kInt4Groups32:
+    case TileKind::kInt4Groups:
+    case TileKind::kInt2:
+        return true;
+    default:
+        return false;
+    }
 }
 
 } // namespace coli

@@ -1,9 +1,9 @@
 /* simt_wgmma.h - twins of ptx/wgmma.cuh.
  *
- * A product happens as late as it may: when its group is waited for. Until then its sums read as NaN, so that reading them too
- * early shows, and b is read only then, so that overwriting it too early shows. b is found as the matrix unit finds it, by
- * the descriptor's fields and the swizzle of addresses. Products of halves are exact, their sum with c is added up in double
- * and rounded to float once. */
+ * A product happens as late as it may: when its group is waited for. Until then its sums read as NaN, so that reading them
+ * too early shows, and b is read only then, so that overwriting it too early shows. b is found as the matrix unit finds it,
+ * by the descriptor's fields and the swizzle of addresses. Products of halves are exact, their sum with c is added up in
+ * double and rounded to float once. */
 #ifndef SIMT_WGMMA_H
 #define SIMT_WGMMA_H
 
@@ -29,8 +29,8 @@ struct WgmmaProduct {
 };
 
 struct WgmmaThread {
-    std::vector<WgmmaProduct> products;          /* under way, oldest first */
-    std::vector<size_t> groups;                  /* how many of them each committed group has */
+    std::vector<WgmmaProduct> products; /* under way, oldest first */
+    std::vector<size_t> groups;         /* how many of them each committed group has */
     size_t uncommitted = 0;
     bool fenced = false;
     std::map<float *, std::vector<float>> sums; /* true values of those under way */

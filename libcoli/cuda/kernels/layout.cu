@@ -83,12 +83,20 @@ struct NibbleUnits {
     static constexpr int kPieces = 4;
     static __device__ size_t offset(int c, int k, int t) { return 16 * (2 * c + (k >> 1)) + 4 * t; }
     static __device__ uint32_t load(const LaneRows &rows, int c, int k) {
-        return unzip<4>(rows.row[k & 1].load32(offset(c, k, rows.t)));
+        return zip<4>(rows.row[k & 1].load32(offset(c, k, rows.t)));
     }
     static __device__ void store(const LaneRows &rows, int c, int k, uint32_t word) {
-        rows.row[k & 1].store32(offset(c, k, rows.t), zip<4>(word));
+        rows.row[k & 1].store32(offset(c, k, rows.t), unzip<4>(word));
     }
 };
+
+/* Codes of both rows to the places that layout.h gives them, and back: two bits of INT2, bytes of E8. */
+template <int BITS> __device__ __forceinline__ uint32_t arrange(uint32_t word) {
+    return BITS == 2 ? zip<2>(zip<2>(word)) : unzip<8>(word);
+}
+template <int BITS> __device__ __forceinline__ uint32_t restore(uint32_t word) {
+    return BITS == 2 ? unzip<2>(unzip<2>(word)) : zip<8>(word);
+}
 
 /* 2 bytes of INT2 and of E8's indices, so that a word has those of both rows; BITS is the size of a code; */
 template <int BITS> struct HalfWordUnits {
@@ -96,11 +104,11 @@ template <int BITS> struct HalfWordUnits {
     static __device__ size_t offset(int c, int k, int t) { return 8 * (4 * c + k) + 2 * t; }
     static __device__ uint32_t load(const LaneRows &rows, int c, int k) {
         const size_t at = offset(c, k, rows.t);
-        return unzip<BITS>(rows.row[0].load16(at) | rows.row[1].load16(at) << 16);
+        return arrange<BITS>(rows.row[0].load16(at) | rows.row[1].load16(at) << 16);
     }
     static __device__ void store(const LaneRows &rows, int c, int k, uint32_t word) {
         const size_t at = offset(c, k, rows.t);
-        word = zip<BITS>(word);
+        word = restore<BITS>(word);
         rows.row[0].store16(at, word);
         rows.row[1].store16(at, word >> 16);
     }

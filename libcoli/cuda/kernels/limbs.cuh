@@ -10,6 +10,8 @@
 #ifndef COLI_CUDA_KERNELS_LIMBS_CUH
 #define COLI_CUDA_KERNELS_LIMBS_CUH
 
+#include <type_traits>
+
 #include "activations.cuh"
 
 namespace coli {
@@ -90,6 +92,10 @@ template <int ROWS> struct LimbColumns {
     }
 };
 
+/* Whether the scales of sub-blocks are integers too. */
+template <class Half, class = void> struct HasIntegerScales : std::false_type {};
+template <class Half> struct HasIntegerScales<Half, std::void_t<decltype(&Half::integer_scales)>> : std::true_type {};
+
 /* Where this lane finds the columns that it shows to an mma, for all tiles of columns. */
 template <int ROWS> struct LimbFragments {
     const uint8_t *parts;
@@ -106,19 +112,45 @@ template <int ROWS> struct LimbFragments {
     }
 };
 
-/* sums[m][r][n][i] += tile m, row g + 8 r, times column 2 t + i of tile n of the limbs, over 256 columns. */
+/* Integer sums of a stretch of sub-blocks: [tile][columns][accumulators of an mma]. */
+template <int TILES> using IntegerSums = int[2][TILES][4];
+
+/* sums += scale(m, r) * c, and c = 0. */
+template <int TILES, int USED, class Scale>
+__device__ __forceinline__ void flush_sums(IntegerSums<TILES> &c, Scale scale, float (&sums)[2][2][TILES][2]) {
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+#pragma unroll
+                for (int i = 0; i < USED; i++) {
+                    int &sum = c[m][n][2 * r + i];
+                    sums[m][r][n][i] = fmaf(scale(m, r), static_cast<float>(sum), sums[m][r][n][i]);
+                    sum = 0;
+                }
+            }
+        }
+    }
+}
+
+/* sums[m][r][n][i] += tile m, row g + 8 r, times column 2 t + i of tile n of the limbs, over 256 columns. Sums stay
+ * integers as long as their scale is one, and E8's sub-scales are integers themselves. */
 template <class Half, int ROWS>
 __device__ __forceinline__ void multiply_bytes(const TileSlots &slots, const TilePlace &place, const LimbFragments<ROWS> &x,
                                                int column, const ByteTables &tables, int lane,
                                                float (&sums)[2][2][LimbColumns<ROWS>::kTiles][2]) {
-    constexpr int kTiles = LimbColumns<ROWS>::kTiles, kUsed = ROWS == 1 ? 1 : 2;
-    constexpr int kHalvesUnrolled = ROWS < 8 ? 2 : 1; /* many rows need the registers that a long stretch of code takes */
-    int scaled[2][2][kTiles][kUsed] = {}, scales[2][2][2];
+    constexpr int kTiles = LimbColumns<ROWS>::kTiles, kUsed = ROWS == 1 ? 1 : 2, kSpan = Half::kSubblocksPerScale;
+    constexpr bool kIntegerScales = HasIntegerScales<Half>::value;
+    [[maybe_unused]] constexpr int kHalvesUnrolled = ROWS < 8 ? 2 : 1; /* many rows need the registers that a long stretch of code takes */
+    IntegerSums<kTiles> total = {};
     float super_scales[2][2];
 #pragma unroll kHalvesUnrolled
     for (int half = 0; half < 2; half++) {
         Half halves[2];
         load_halves(halves, slots, half, lane, place);
+        int scales[2][2][2];
 #pragma unroll
         for (int b = 0; b < kHalfSubblocks; b++) {
             uint2 fragments[kTiles];
@@ -127,19 +159,28 @@ __device__ __forceinline__ void multiply_bytes(const TileSlots &slots, const Til
                 fragments[n] = x.at(n, column + kSubblockColumns * (kHalfSubblocks * half + b));
 #pragma unroll
             for (int m = 0; m < 2; m++) {
-                if (b % 2 == 0) halves[m].integer_scales(b, lane, scales[m]);
                 uint32_t a[4];
                 halves[m].bytes(b, tables, a);
+                if constexpr (kIntegerScales) {
+                    if (b % 2 == 0) halves[m].integer_scales(b, lane, scales[m]);
 #pragma unroll
-                for (int n = 0; n < kTiles; n++) {
-                    int c[4] = {};
-                    mma_m16n8k32_s8(c, a, fragments[n].x, fragments[n].y);
+                    for (int n = 0; n < kTiles; n++) {
+                        int c[4] = {};
+                        mma_m16n8k32_s8(c, a, fragments[n].x, fragments[n].y);
 #pragma unroll
-                    for (int r = 0; r < 2; r++) {
+                        for (int r = 0; r < 2; r++) {
 #pragma unroll
-                        for (int i = 0; i < kUsed; i++) scaled[m][r][n][i] += scales[m][b % 2][r] * c[2 * r + i];
+                            for (int i = 0; i < kUsed; i++) total[m][n][2 * r + i] += scales[m][b % 2][r] * c[2 * r + i];
+                        }
                     }
+                } else {
+#pragma unroll
+                    for (int n = 0; n < kTiles; n++) mma_m16n8k32_s8(total[m][n], a, fragments[n].x, fragments[n].y);
                 }
+            }
+            if constexpr (!kIntegerScales && kSpan > 0) {
+                if ((b + 1) % kSpan) continue;
+                flush_sums<kTiles, kUsed>(total, [&](int m, int r) { return halves[m].group_scales[b / kSpan][r]; }, sums);
             }
         }
 #pragma unroll
@@ -147,18 +188,8 @@ __device__ __forceinline__ void multiply_bytes(const TileSlots &slots, const Til
             for (int r = 0; r < 2; r++) super_scales[m][r] = halves[m].half_scale(r);
         }
     }
-#pragma unroll
-    for (int m = 0; m < 2; m++) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-#pragma unroll
-            for (int n = 0; n < kTiles; n++) {
-#pragma unroll
-                for (int i = 0; i < kUsed; i++)
-                    sums[m][r][n][i] = fmaf(super_scales[m][r], static_cast<float>(scaled[m][r][n][i]), sums[m][r][n][i]);
-            }
-        }
-    }
+    if constexpr (kIntegerScales || kSpan == 0)
+        flush_sums<kTiles, kUsed>(total, [&](int m, int r) { return super_scales[m][r]; }, sums);
 }
 
 } // namespace coli

@@ -47,7 +47,7 @@ __device__ __forceinline__ const float *rotate_hidden(const float *x, float *rot
 }
 
 /* Hidden rows to tokens, rotated where the expert wants it. */
-__global__ void __launch_bounds__(kPrepareThreads, 5)
+__global__ void __launch_bounds__(kPrepareThreads, 2)
     rotate_and_prepare(const __grid_constant__ GroupParams p, const Tokens tokens) {
     __shared__ __align__(16) float buffer[kRotationPiece];
     __shared__ float of_warps[kPrepareThreads / kWarp];
@@ -214,9 +214,8 @@ PrefillProduct plan_launch(const GpuTraits &gpu, const GroupParams &params, bool
         }
     }
     long long best_cost = 0;
-    const int step = base.wgmma ? 32 : kMaxMmaTokenTile - 32;
-    for (int tile = 32; tile <= (base.wgmma ? kMaxTokenTile : kMaxMmaTokenTile); tile += step) {
-        if (tile - step >= params.max_rows && tile > 32) break;
+    for (int tile = 32; tile <= (base.wgmma ? kMaxTokenTile : kMaxMmaTokenTile); tile += 32) {
+        if (tile > 32 && params.max_rows <= tile - 32) break;
         for (int sets = hidden ? 2 : 1; sets <= 2; sets++) {
             for (int warps = kPrefillWarps; warps >= (base.wgmma ? kPrefillWarps : kPrefillWarps / 2); warps /= 2) {
                 PrefillProduct plan = base;

@@ -17,7 +17,7 @@ constexpr int kPrefillWarps = 8;       /* that multiply, at most; two warpgroups
 constexpr int kPrefillWgmmaWarps = 12; /* of a block, those that fill stages among them */
 /* Token tiles at most: there are no registers for more totals. */
 constexpr int kMaxTokenTile = 96;
-constexpr int kMaxMmaTokenTile = 48;
+constexpr int kMaxMmaTokenTile = 32;
 
 using PrefillKernel = void (*)(GroupParams, PrefillProduct, Tokens);
 

@@ -86,8 +86,8 @@ __device__ __forceinline__ float largest_of_block(float largest, float *of_warps
     return largest;
 }
 
-/* All threads of the block turn a row, in global or shared memory, into token `token`. Each thread reads HELD quads once, into
- * registers, and those of longer rows again. `of_warps` as above, and a barrier before the next row. */
+/* All threads of the block turn a row, in global or shared memory, into token `token`. Each thread reads HELD quads once,
+ * into registers, and those of longer rows again. `of_warps` as above, and a barrier before the next row. */
 template <int HELD>
 __device__ inline void prepare_token(const float *row, int columns, const ExpertTokens &tokens, int token,
                                      float *of_warps) {

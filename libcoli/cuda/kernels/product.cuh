@@ -268,7 +268,7 @@ template <class Path, int ROWS> struct HalfScheme {
     static __device__ __forceinline__ float value(const Sums &sums, int m, int r, int k, int) { return sums.of[m][r][k]; }
 };
 
-/* Activations as three signed bytes, E8 with byte codebook alone. */
+/* Activations as three signed bytes, formats of small integers (multiplies_bytes). */
 template <int ROWS> struct LimbScheme {
     using Columns = LimbColumns<ROWS>;
     using Fragments = LimbFragments<ROWS>;
@@ -276,20 +276,39 @@ template <int ROWS> struct LimbScheme {
     static constexpr int kValues = Columns::kValues;
     struct Sums {
         float of[2][2][Columns::kTiles][2] = {};
+        float unit = 1.0f;
     };
 
     static __device__ __forceinline__ void prepare(const FloatRows &x, int row, int s, int slice, int place,
                                                    const SplitRows &split, int lane) {
         cut_slice(x, row, s, slice, place, split, lane);
     }
+    template <class Half, class Stream>
+    static __device__ __forceinline__ void multiply_as(const Unit<Stream, Fragments> &unit, Sums &sums) {
+        unit.for_tiles([&](const TileSlots &slots, const TilePlace &where, int column) {
+            multiply_bytes<Half, ROWS>(slots, where, unit.activations, column, unit.tables, unit.lane, sums.of);
+        });
+        sums.unit = Half::kByteUnit;
+    }
     template <class Stream>
     static __device__ __forceinline__ void multiply(const Unit<Stream, Fragments> &unit, Sums &sums) {
-        unit.for_tiles([&](const TileSlots &slots, const TilePlace &where, int column) {
-            multiply_bytes<E8Half, ROWS>(slots, where, unit.activations, column, unit.tables, unit.lane, sums.of);
-        });
+        switch (unit.matrix.kind) {
+        case TileKind::kInt8:
+            return multiply_as<Int8Half>(unit, sums);
+        case TileKind::kInt4:
+            return multiply_as<Int4Half>(unit, sums);
+        case TileKind::kInt4Groups32:
+            return multiply_as<Int4GroupedHalf<1>>(unit, sums);
+        case TileKind::kInt4Groups:
+            return multiply_as<Int4GroupedHalf<2>>(unit, sums);
+        case TileKind::kInt2:
+            return multiply_as<Int2Half>(unit, sums);
+        default:
+            return multiply_as<E8Half>(unit, sums);
+        }
     }
     static __device__ __forceinline__ int row(int k, int lane) { return Columns::row(k, lane); }
-    static __device__ __forceinline__ float unit(const Sums &) { return E8Half::kUnit; }
+    static __device__ __forceinline__ float unit(const Sums &sums) { return sums.unit; }
     static __device__ __forceinline__ float value(const Sums &sums, int m, int r, int k, int lane) {
         return Columns::join(sums.of[m][r], k, lane);
     }

@@ -10,6 +10,12 @@
  *     half_scale(r)                   a factor of row g + 8 r that all of them lack
  *     kUnit                           a constant factor that everything lacks
  *
+ * and formats of small integers
+ *
+ *     bytes(b, tables, a)             the same codes as signed bytes times a constant: a[r + 2 h] is the four columns
+ *                                     8 t + 4 h ... of row g + 8 r, the A fragment of mma.m16n8k32
+ *     kByteUnit                       in place of kUnit
+ *
  * A weight is code * scale * half scale * unit. kSubblocksPerScale tells how many sub-blocks share a scale, so that
  * products apply it once for all of them; 0 where there is none within the tile (a row scale is the caller's business). */
 #ifndef COLI_CUDA_KERNELS_TILES_CUH
@@ -56,6 +62,7 @@ struct NoTileScales {
 
 struct E8Half {
     static constexpr int kSubblocksPerScale = 1;
+    static constexpr float kByteUnit = 0x1p-6f;
     static constexpr float kUnit = 0x1p-6f; /* weight = byte d (0.5 + code) 0.25 (formats/e8.h), scale = 16 code + 8 */
     uint32_t indices[kHalfSubblocks], patterns[4], superscales;
     int half;
@@ -88,8 +95,7 @@ struct E8Half {
         }
     }
 
-    /* The same as bytes, for a codebook of 1 ... 127: a[r + 2 h] is the four columns 8 t + 4 h ... of row g + 8 r, the A
-     * fragment of mma.m16n8k32. A byte is negated by complement and + 1, one multiplication for all four of a mask; that
+    /* For a codebook of 1 ... 127. A byte is negated by complement and + 1, one multiplication for all four of a mask; that
      * carries nowhere, as no byte is 0. */
     __device__ __forceinline__ void bytes(int b, const ByteTables &tables, uint32_t (&a)[4]) const {
 #pragma unroll
@@ -151,17 +157,25 @@ struct NibbleHalf {
             words[4 * c] = piece.x, words[4 * c + 1] = piece.y, words[4 * c + 2] = piece.z, words[4 * c + 3] = piece.w;
         }
     }
-    /* The word whose low 16 bits, per half, are the nibbles of h = 0 or 1 and above. */
-    __device__ __forceinline__ uint32_t nibbles(int b, int r, int h) const { return words[2 * b + r] >> 8 * h; }
 };
 
 struct Int4Codes : NibbleHalf {
+    static constexpr float kByteUnit = 0x1p-4f;
+
     template <class Tables> __device__ __forceinline__ void codes(int b, int h, const Tables &, uint32_t (&a)[4]) const {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const uint32_t word = nibbles(b, r, h);
-            a[r] = add_pairs((word & 0x000f000fu) | k1024, 0xe408e408u);                  /* -1032 */
-            a[r + 2] = fma_pairs((word & 0x00f000f0u) | k1024, 0x2c002c00u, 0xd480d480u); /* / 16 - 72 */
+            const uint32_t stored = words[2 * b + r] >> 4 * h & 0x0f0f0f0fu; /* code + 8 */
+            a[r] = add_pairs(prmt(stored, k1024, 0x7170), 0xe408e408u);      /* -1032 */
+            a[r + 2] = add_pairs(prmt(stored, k1024, 0x7372), 0xe408e408u);
+        }
+    }
+    /* In the high half of a byte, a nibble with its top bit flipped is 16 times the code. */
+    __device__ __forceinline__ void bytes(int b, const ByteTables &, uint32_t (&a)[4]) const {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            a[r] = (words[2 * b + r] << 4 & 0xf0f0f0f0u) ^ 0x80808080u;
+            a[r + 2] = (words[2 * b + r] & 0xf0f0f0f0u) ^ 0x80808080u;
         }
     }
 };
@@ -211,9 +225,12 @@ struct Mxfp4Half : NibbleHalf {
     template <class Tables> __device__ __forceinline__ void codes(int b, int h, const Tables &, uint32_t (&a)[4]) const {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const uint32_t high = nibbles(b, r, h) << 8, low = nibbles(b, r, h) << 12;
-            a[r] = (low & 0x80008000u) | (low >> 3 & 0x0e000e00u);
-            a[r + 2] = (high & 0x80008000u) | (high >> 3 & 0x0e000e00u);
+            const uint32_t nibbles = (h ? words[2 * b + r] : words[2 * b + r] << 4) & 0xf0f0f0f0u;
+#pragma unroll
+            for (int q = 0; q < 2; q++) {
+                const uint32_t pair = prmt(nibbles, 0u, q ? 0x3424 : 0x1404); /* each in a high byte */
+                a[r + 2 * q] = (pair & 0x80008000u) | (pair >> 3 & 0x0e000e00u);
+            }
         }
     }
     template <bool MMA> __device__ __forceinline__ void scales(int b, int, float (&s)[2][2]) const {
@@ -235,11 +252,16 @@ struct Int2Half : NoTileScales {
     template <class Tables> __device__ __forceinline__ void codes(int b, int h, const Tables &, uint32_t (&a)[4]) const {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            for (int q = 0; q < 2; q++) {
-                const uint32_t pair = words[b] >> 2 * (4 * r + 2 * h + q) & 0x00030003u;
-                a[r + 2 * q] = add_pairs(pair | k1024, 0xe402e402u); /* -1026 */
-            }
+            const uint32_t stored = words[b] >> 2 * (2 * r + h) & 0x03030303u; /* code + 2 */
+            a[r] = add_pairs(prmt(stored, k1024, 0x7170), 0xe402e402u);        /* -1026 */
+            a[r + 2] = add_pairs(prmt(stored, k1024, 0x7372), 0xe402e402u);
         }
+    }
+    /* In the top two bits of a byte, a code with its top bit flipped is 64 times itself. */
+    static constexpr float kByteUnit = 0x1p-6f;
+    __device__ __forceinline__ void bytes(int b, const ByteTables &, uint32_t (&a)[4]) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[i] = (words[b] << (6 - 2 * (2 * (i % 2) + i / 2)) & 0xc0c0c0c0u) ^ 0x80808080u;
     }
 };
 
@@ -258,6 +280,8 @@ struct ByteHalf {
 };
 
 struct Int8Half : ByteHalf, NoTileScales {
+    static constexpr float kByteUnit = 1.0f;
+
     __device__ __forceinline__ void load(const uint8_t *tile, int half, int lane, const TilePlace &) {
         load_words(tile, half, lane);
     }
@@ -268,6 +292,9 @@ struct Int8Half : ByteHalf, NoTileScales {
             a[r] = add_pairs(prmt(offset, k1024, 0x7170), 0xe480e480u); /* -1152 */
             a[r + 2] = add_pairs(prmt(offset, k1024, 0x7372), 0xe480e480u);
         }
+    }
+    __device__ __forceinline__ void bytes(int b, const ByteTables &, uint32_t (&a)[4]) const {
+        a[0] = words[b].x, a[1] = words[b].z, a[2] = words[b].y, a[3] = words[b].w;
     }
 };
 
@@ -361,7 +388,7 @@ struct Int4AnyGroupHalf : NibbleHalf {
         const int column = keep(first_column + kSubblockColumns * b); /* eight loads at a time, not all of the half */
 #pragma unroll
         for (int j = 0; j < COLI_LANE; j++) {
-            const int code = static_cast<int>(words[2 * b + r] >> 4 * (j / 2 + 4 * (j % 2)) & 15u) - 8;
+            const int code = static_cast<int>(words[2 * b + r] >> 4 * (2 * (j % 4) + j / 4) & 15u) - 8;
             w[j] = static_cast<float>(code) * plane[first + min((column + j) / group_size, groups - 1)];
         }
     }
