@@ -2,7 +2,7 @@
 
 AddressSanitizer and UndefinedBehaviorSanitizer see wrong indices and undefined arithmetic, LeakSanitizer what a host of
 the library loses. ThreadSanitizer knows the simulated GPU threads and takes barriers alone as order between them, so a
-missing one is a data race: each barrier of the kernels is taken out in turn, and the sanitizer has to say so.
+missing one is a data race: each barrier of the kernels is left out in turn, and the sanitizer has to say so.
 """
 
 import functools
@@ -23,7 +23,16 @@ KERNELS = ROOT / "libcoli" / "cuda" / "kernels"
 SIMULATED_LIBRARY = "tests/simt/libcoli_cuda_simt.so"
 RACE_FOUND = 66  # exit status that is asked of ThreadSanitizer
 # All parts of the workload in which GPU threads share memory.
-SHARING = ["matrices", "experts", "mxfp4_from_host_memory", "device_pointers", "rotation"]
+SHARING = [
+    "matrices",
+    "long_work",
+    "experts",
+    "few_rows",
+    "many_rows",
+    "mxfp4_from_host_memory",
+    "device_pointers",
+    "rotation",
+]
 
 
 def runtime(name):
@@ -105,23 +114,70 @@ def test_a_host_leaks_nothing(sanitized_build, leaks_are_reported):
 
 # ---- mutants: what is wrong on purpose must be noticed ----
 
-BARRIER = re.compile(r"__sync(?:threads|warp)\(\);")
+BARRIER = re.compile(r"\b(?:__syncthreads|__syncwarp|named_barrier_sync|barrier_wait)\(")
 
-# The kernel file to compile and the part of the workload to run when a barrier of a source is taken out.
+# The parts of the workload to run when a barrier of a source is left out.
 EXERCISED_BY = {
-    "dot.cuh": ("matmul", "matrices"),
-    "rotate.cuh": ("rotate", "rotation"),
+    "combine.cu": ["device_pointers"],
+    "expert.cu": ["experts"],
+    "expert_kernels.cuh": ["few_rows", "long_work"],
+    "prefill.cu": ["many_rows"],
+    "prefill_hopper.cu": ["many_rows"],
+    "prefill_tokens.cuh": ["many_rows"],
+    "product.cuh": ["long_work"],
+    "ring.cuh": ["long_work"],
+    "rotate.cu": ["rotation"],
+    "rotate.cuh": ["rotation"],
+}
+
+# Functions of the simulator that GPU threads meet in, with what a caller gets that does not wait: the linker puts these
+# in between (--wrap), so that a barrier can be left out without compiling its kernel anew.
+LEAVE_OUT = r"""
+#include "simt_execution.h"
+#include <cstdlib>
+#include <cstring>
+using simt::Location;
+static const char *const file = getenv("LEAVE_OUT_FILE");
+static const int line = file ? atoi(getenv("LEAVE_OUT_LINE")) : 0;
+SIMT_UNTRACED static bool left_out(Location where) {
+    if (where.line != line) return false;
+    const char *name = strrchr(where.file, '/');
+    return strcmp(name ? name + 1 : where.file, file) == 0;
+}
+#define JOIN_EXPANDED(a, b) a##b
+#define JOIN(a, b) JOIN_EXPANDED(a, b)
+#define WRAP(result, symbol, parameters, arguments, without)                                                  \
+    extern "C" result JOIN(__real_, symbol) parameters;                                                       \
+    extern "C" SIMT_UNTRACED result JOIN(__wrap_, symbol) parameters {                                        \
+        return left_out(where) ? without : JOIN(__real_, symbol) arguments;                                   \
+    }
+WRAP(unsigned, BARRIER, (bool predicate, Location where), (predicate, where), predicate)
+WRAP(simt::Meeting, MEET, (unsigned mask, uint64_t value, const char *operation, bool orders, Location where),
+     (mask, value, operation, orders, where), (simt::Meeting{nullptr, 0}))
+WRAP(void, NAMED_BARRIER, (int id, int threads, Location where), (id, threads, where), void())
+WRAP(void, BARRIER_WAIT, (uint64_t *barrier, unsigned parity, Location where), (barrier, parity, where), void())
+"""
+WRAPPED = {
+    "BARRIER": "_ZN4simt7barrierEbNS_8LocationE",
+    "MEET": "_ZN4simt4meetEjmPKcbNS_8LocationE",
+    "NAMED_BARRIER": "_ZN4simt18named_barrier_syncEiiNS_8LocationE",
+    "BARRIER_WAIT": "_ZN4simt12barrier_waitEPmjNS_8LocationE",
 }
 
 
 def barriers():
-    """(source, number of the barrier in it) for all kernels."""
+    """(source, line) for all barriers of the kernels."""
     sources = sorted([*KERNELS.glob("*.cu"), *KERNELS.glob("*.cuh")])
-    return [(path.name, i) for path in sources for i in range(len(BARRIER.findall(path.read_text())))]
+    return [
+        (path.name, number)
+        for path in sources
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if BARRIER.search(line)
+    ]
 
 
 class Workshop:
-    """Compiles altered copies of the kernels and links them with the rest of a build of libcoli_cuda_simt."""
+    """Links a build of libcoli_cuda_simt anew, with altered copies of some of its sources in it."""
 
     def __init__(self, build, folder):
         self.build, self.folder = build, folder
@@ -132,36 +188,45 @@ class Workshop:
             if f"{Path(SIMULATED_LIBRARY).name}.p" in entry["output"]
         }
 
-    def library(self, edits, names):
+    def library(self, name, edits, names):
         """A library with the sources `names` compiled anew from a copy to which `edits` {path below libcoli: function
         text -> text} were applied. What the sources share goes into the library as they have it."""
-        tree = self.folder / "libcoli"
-        shutil.rmtree(tree, ignore_errors=True)
-        shutil.copytree(ROOT / "libcoli", tree)
+        folder = self.folder / name
+        shutil.copytree(ROOT / "libcoli", folder / "libcoli")
         for path, edit in edits.items():
-            text = (tree / path).read_text()
+            text = (folder / "libcoli" / path).read_text()
             changed = edit(text)
             assert changed != text, f"nothing changed in {path}"
-            (tree / path).write_text(changed)
-        altered = [self._compile(name) for name in names]
+            (folder / "libcoli" / path).write_text(changed)
+        altered = [self._compile(folder, name) for name in names]
+        altered.append(self._compile_leave_out(folder))
         kept = [self.build / entry["output"] for name, entry in self.commands.items() if name not in names]
-        library = self.folder / "libmutant.so"
+        library = folder / "libmutant.so"
         # In front, the altered objects win where an inline function is in several.
-        command = ["g++", "-shared", "-pthread", "-fsanitize=thread", "-Wl,-Bsymbolic-functions", *altered, *kept]
-        subprocess.run([*command, "-o", library], check=True)
+        flags = ["-Wl,-Bsymbolic-functions,-z,defs", *(f"-Wl,--wrap={symbol}" for symbol in WRAPPED.values())]
+        command = ["g++", "-shared", "-pthread", "-fsanitize=thread", *flags, *altered, *kept, "-o", library]
+        subprocess.run(command, check=True)
         return library
 
-    def _compile(self, name):
-        entry, cuda = self.commands[name], self.folder / "libcoli" / "cuda"
-        source, target = cuda / f"{name}.cpp", self.folder / f"{name}.o"
+    def _compile(self, folder, name):
+        entry, cuda = self.commands[name], folder / "libcoli" / "cuda"
+        source, target = cuda / f"{name}.cpp", folder / f"{name}.o"
         if not source.exists():
-            source = self.folder / f"{name}.simt.cpp"
+            source = folder / f"{name}.simt.cpp"
             rewrite = [sys.executable, TESTS / "simt" / "cu2cpp.py", cuda / "kernels" / f"{name}.cu", source]
             subprocess.run(rewrite, check=True)
         replaced = {entry["output"]: target, entry["file"]: source}
         compiler, *arguments = (replaced.get(word, word) for word in shlex.split(entry["command"]))
         command = [compiler, f"-I{cuda / 'kernels'}", *arguments, "-w", "-O1"]
         subprocess.run(command, cwd=entry["directory"], check=True)
+        return target
+
+    def _compile_leave_out(self, folder):
+        source, target = folder / "leave_out.cpp", folder / "leave_out.o"
+        source.write_text(LEAVE_OUT)
+        symbols = [f"-D{name}={symbol}" for name, symbol in WRAPPED.items()]
+        flags = ["-std=c++17", "-fPIC", "-fsanitize=thread", f"-I{TESTS / 'simt'}", *symbols]
+        subprocess.run(["g++", *flags, "-c", source, "-o", target], check=True)
         return target
 
 
@@ -171,43 +236,65 @@ def workshop(sanitized_build, tmp_path_factory):
     return Workshop(sanitized_build("thread"), tmp_path_factory.mktemp("mutants"))
 
 
-def one_block_for_all_rows(text):
-    """Makes every kernel walk over its rows, as it does when there are more than a grid holds."""
-    return re.sub(r"(kMaxGrid = )\d+;", r"\g<1>1;", text)
+def with_constant(name, value):
+    """An edit that gives a constant another value, so that few rows are as many."""
+    return lambda text: re.sub(rf"(\b{name} = )\d+;", rf"\g<1>{value};", text)
 
 
-def run_mutant(workshop, source, edit, kernel, part):
-    """Runs a part of the workload with a source below libcoli edited for one kernel."""
-    library = workshop.library({"cuda/plan.h": one_block_for_all_rows, source: edit}, [kernel, "plan"])
-    return run_under_thread_sanitizer(library, part, options="halt_on_error=1")
+# Every kernel walks over its rows, as it does when there are more than a grid holds.
+ONE_BLOCK_FOR_ALL_ROWS = {
+    "cuda/plan.h": with_constant("kMaxGrid", 1),
+    "cuda/kernels/combine.cu": with_constant("kMostTokens", 1),
+    "cuda/kernels/prefill.cu": lambda text: text.replace("std::min(params.max_rows, 4096)", "1"),
+}
 
 
-def test_rows_beyond_the_largest_grid(workshop):
-    library = workshop.library({"cuda/plan.h": one_block_for_all_rows}, ["matmul", "expert", "rotate", "plan"])
-    check_clean(run_under_thread_sanitizer(library, "matrices", "device_pointers", "rotation"))
+@pytest.fixture(scope="module")
+def library_of_one_block(workshop):
+    return workshop.library("one-block", ONE_BLOCK_FOR_ALL_ROWS, ["plan", "combine", "prefill"])
 
 
-@pytest.mark.parametrize(("source", "number"), barriers())
-def test_missing_barrier_is_noticed(workshop, source, number):
-    def without_it(text):
-        barrier = list(BARRIER.finditer(text))[number]
-        return text[: barrier.start()] + text[barrier.end() :]
+def run_mutant(library, *parts, **environment):
+    # A GPU of one multiprocessor gives each warp the more to do.
+    environment["SIMT_MULTIPROCESSORS"] = "1"
+    return run_under_thread_sanitizer(library, *parts, options="halt_on_error=1", **environment)
 
-    run = run_mutant(workshop, f"cuda/kernels/{source}", without_it, *EXERCISED_BY[source])
-    assert run.returncode == RACE_FOUND, run.stdout[-3000:] + run.stderr[-6000:]
-    assert "WARNING: ThreadSanitizer: data race" in run.stderr
+
+@pytest.mark.parametrize("part", ["device_pointers", "experts", "many_rows", "rotation"])
+def test_rows_beyond_the_largest_grid(library_of_one_block, part):
+    check_clean(run_mutant(library_of_one_block, part))
+
+
+@pytest.mark.parametrize(("source", "line"), barriers())
+def test_missing_barrier_is_noticed(library_of_one_block, source, line):
+    """By ThreadSanitizer, by the simulator itself, which watches the barriers that copies end, or by what comes out."""
+    left_out = {"LEAVE_OUT_FILE": source, "LEAVE_OUT_LINE": str(line)}
+    run = run_mutant(library_of_one_block, *EXERCISED_BY[source], **left_out)
+    assert run.returncode != 0, "nothing needs this barrier, or the workload does not come to it"
+    raced = run.returncode == RACE_FOUND and "WARNING: ThreadSanitizer: data race" in run.stderr
+    assert raced or re.search("^(simt|AssertionError): ", run.stderr, re.M), run.stdout[-3000:] + run.stderr[-6000:]
+
+
+def one_variant(text):
+    """Leaves the products of any formats their kernel for eight rows, since all of them take long to compile."""
+    body = " return expert_product<HopperPath, 8, false>;\n}"
+    return re.sub(r"(any_kernel\(.*?\) \{).*?\n\}", rf"\g<1>{body}", text, flags=re.S)
 
 
 @pytest.mark.parametrize(
     ("source", "right", "wrong", "kernel", "part", "report"),
     [
-        ("formats/e8.h", "signs | (parity & 1u) << 7", "signs", "matmul", "matrices", "matmul e8: "),
-        ("cuda/kernels/expert.cu", "b2 * tanhf(up / b2)", "up", "expert", "mxfp4_from_host_memory", "mxfp4 expert: "),
+        ("formats/e8.h", "signs | (parity & 1u) << 7", "signs", "layout", "matrices", "matmul e8 "),
+        ("cuda/kernels/outputs.cuh", "b2 * tanhf(up / b2)", "up", "expert_any", "mxfp4_from_host_memory", "mxfp4 exp"),
+        ("cuda/kernels/combine.cu", "p.row_weights[first + i]", "1.0f", "combine", "device_pointers", "expert_group_c"),
         ("cuda/kernels/rotate.cuh", "__popc(j & piece.index)", "0u", "rotate", "rotation", "rotation of 16645"),
     ],
-    ids=["eighth-sign", "bound-of-up", "signs-between-pieces"],
+    ids=["eighth-sign", "bound-of-up", "weights-of-rows", "signs-between-pieces"],
 )
-def test_wrong_arithmetic_is_noticed(workshop, source, right, wrong, kernel, part, report):
-    run = run_mutant(workshop, source, lambda text: text.replace(right, wrong), kernel, part)
+def test_wrong_arithmetic_is_noticed(workshop, request, source, right, wrong, kernel, part, report):
+    edits = {source: lambda text: text.replace(right, wrong)}
+    if kernel == "expert_any":
+        edits["cuda/kernels/expert_any.cu"] = one_variant
+    run = run_mutant(workshop.library(request.node.callspec.id, edits, [kernel]), part)
     assert run.returncode == 1, run.stdout[-3000:] + run.stderr[-6000:]
     assert f"AssertionError: {report}" in run.stderr

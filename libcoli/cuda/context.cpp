@@ -10,6 +10,7 @@
 #include "../formats/floats.h"
 #include "copy_threads.h"
 #include "kernels/expert.h"
+#include "kernels/prefill.h"
 #include "tensor.h"
 
 namespace coli {
@@ -34,9 +35,11 @@ void reset_tables() {
     fp8_published = false;
 }
 
+/* Bytes times 2 code + 1, at most 31, are to be exact in fp16, and none may be 0 where bytes are negated. */
 bool is_small(const void *codebook) {
-    const int8_t *bytes = static_cast<const int8_t *>(codebook);
-    return std::all_of(bytes, bytes + COLI_E8_CODEBOOK_BYTES, [](int8_t byte) { return byte > 0; });
+    constexpr uint8_t kMost = 2048 / 31;
+    const uint8_t *bytes = static_cast<const uint8_t *>(codebook);
+    return std::all_of(bytes, bytes + COLI_E8_CODEBOOK_BYTES, [](uint8_t byte) { return byte >= 1 && byte <= kMost; });
 }
 
 bool is_e4m3(const float table[256]) {
@@ -172,6 +175,7 @@ bool Context::open(int ordinal) {
     if (result == cudaSuccess) result = cudaEventCreateWithFlags(&issued_done, cudaEventDisableTiming);
     if (result == cudaSuccess) result = read_traits(ordinal, &gpu);
     if (result == cudaSuccess) result = prepare_expert_kernels(gpu);
+    if (result == cudaSuccess && gpu.capability >= 80) result = prepare_prefill_kernels(gpu);
     if (result == cudaSuccess) result = cudaMalloc(reinterpret_cast<void **>(&tables), sizeof(DeviceTables));
     if (result == cudaSuccess)
         result = cudaMemcpyAsync(tables, &current_tables, sizeof(DeviceTables), cudaMemcpyHostToDevice, stream);

@@ -143,7 +143,7 @@ bool publish_fp8_table(const float *table);
 bool fp8_table_published();
 /* Whether it is the published e4m3, which kernels decode without a table. */
 bool fp8_table_is_e4m3();
-/* Whether all bytes of the E8 codebook are 1 ... 127, which the fast kernels need. */
+/* Whether all bytes of the E8 codebook are 1 ... 66, which the fast kernels need. */
 bool codebook_is_small();
 
 /* By ordinal, of every device that was ever configured. */

@@ -2,12 +2,14 @@
 #ifndef COLI_CUDA_COPY_THREADS_H
 #define COLI_CUDA_COPY_THREADS_H
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
 namespace coli {
 
 class CopyThreads;
+struct CopyLane;
 
 /* One copy of up to two blocks, cut into slices that any thread may take. */
 class CopyJob {
@@ -38,9 +40,8 @@ class CopyJob {
     int block_count_ = 0;
     size_t slices_ = 0;
     CopyThreads *helpers_ = nullptr; /* while they may still copy */
-    /* under the lock of the threads: */
-    size_t taken_ = 0, copied_ = 0;
-    CopyJob *next_ = nullptr;
+    CopyLane *lane_ = nullptr;       /* where they find it */
+    std::atomic<size_t> copied_{0};  /* slices */
 };
 
 /* Ends the threads; the next job that wants them starts new ones. No job may be under way. */

@@ -140,14 +140,4 @@ size_t rows_bytes(int rows, int dim) {
     return align_up(static_cast<size_t>(rows) * dim * sizeof(float), kPlaneAlignment);
 }
 
-size_t workspace_bytes(int total_rows, int H) {
-    return 2 * rows_bytes(total_rows, H);
-}
-
-void place_workspace(GroupParams *params, int total_rows, void *workspace) {
-    float *hidden = static_cast<float *>(workspace);
-    params->hidden = hidden;
-    params->rotated = hidden + rows_bytes(total_rows, params->H) / sizeof(float);
-}
-
 } // namespace coli

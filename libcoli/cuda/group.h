@@ -34,10 +34,6 @@ ProductPlan plan_of_product(const GpuTraits &gpu, PlanCache *plans, const GroupP
 
 /* Bytes of rows in a workspace. */
 size_t rows_bytes(int rows, int dim);
-/* Bytes of the hidden and the rotated rows together, and their places in such memory. */
-size_t workspace_bytes(int total_rows, int H);
-void place_workspace(GroupParams *params, int total_rows, void *workspace);
-
 } // namespace coli
 
 #endif

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "environment.h"
+#include "kernels/fetch.h"
 
 namespace coli {
 
@@ -10,6 +11,30 @@ namespace {
 
 size_t row_bytes(size_t rows, int dim) {
     return rows * static_cast<size_t>(dim) * sizeof(float);
+}
+
+/* Up to here kernels read and write pinned memory themselves: the copy engine would take longer to begin than to copy. */
+constexpr size_t kDirectBytes = size_t{512} << 10;
+
+/* Room for the rows of a call on their way to the device and back; its results go to *y. */
+bool reserve_rows(CallBuffers &buffers, size_t x_bytes, size_t y_bytes, float **y) {
+    const bool direct = y_bytes <= kDirectBytes;
+    COLI_FORWARD(buffers.host_x.reserve(align_up(x_bytes, kPieceBytes), "activations") &&
+                 buffers.x.reserve(align_up(x_bytes, kPieceBytes), "activations") &&
+                 buffers.host_y.reserve(y_bytes, "results") && (direct || buffers.y.reserve(y_bytes, "results")));
+    *y = direct ? buffers.host_y.floats() : buffers.y.as<float>();
+    return true;
+}
+
+/* From pinned memory to the device, and back. */
+cudaError_t send_rows(CallBuffers &buffers, size_t bytes, cudaStream_t stream) {
+    if (bytes <= kDirectBytes)
+        return launch_fetch(buffers.x.as<void>(), buffers.host_x.floats(), align_up(bytes, kPieceBytes), stream);
+    return cudaMemcpyAsync(buffers.x.as<void>(), buffers.host_x.floats(), bytes, cudaMemcpyHostToDevice, stream);
+}
+cudaError_t return_rows(CallBuffers &buffers, size_t bytes, cudaStream_t stream) {
+    if (bytes <= kDirectBytes) return cudaSuccess;
+    return cudaMemcpyAsync(buffers.host_y.floats(), buffers.y.as<void>(), bytes, cudaMemcpyDeviceToHost, stream);
 }
 
 /* Marks of a synchronous group on its stream; without COLI_CUDA_PROFILE it does nothing. */
@@ -56,27 +81,22 @@ class GroupTimer {
 bool enqueue_group(Context &context, GroupParams &params, CallBuffers &buffers, int total_rows, const float *x,
                    GroupTimer *timer) {
     const size_t bytes = row_bytes(total_rows, params.D);
-    COLI_FORWARD(buffers.host_x.reserve(bytes, "activations") && buffers.host_y.reserve(bytes, "results") &&
-                 buffers.x.reserve(bytes, "activations") && buffers.y.reserve(bytes, "results") &&
-                 buffers.workspace.reserve(workspace_bytes(total_rows, params.H), "hidden rows"));
+    COLI_FORWARD(reserve_rows(buffers, bytes, bytes, &params.y) &&
+                 buffers.workspace.reserve(workspace_bytes(total_rows, params.D, params.H, params.count), "hidden rows"));
     memcpy(buffers.host_x.floats(), x, bytes);
     params.x = buffers.x.as<float>();
-    params.y = buffers.y.as<float>();
     params.tables = context.tables;
     place_workspace(&params, total_rows, buffers.workspace.as<void>());
 
     const cudaStream_t stream = context.stream;
     if (timer) timer->mark(0);
-    COLI_FORWARD(
-        succeeded(cudaMemcpyAsync(buffers.x.as<float>(), buffers.host_x.floats(), bytes, cudaMemcpyHostToDevice, stream),
-                  "copying %d rows to device %d", total_rows, context.device));
+    COLI_FORWARD(succeeded(send_rows(buffers, bytes, stream), "copying %d rows to device %d", total_rows, context.device));
     if (timer) timer->mark(1);
-    COLI_FORWARD(succeeded(launch_expert_group(params, plan_of(context.gpu, &context.plans, params), stream),
-                           "launching %d expert(s) with %d rows on device %d", params.count, total_rows, context.device));
+    COLI_FORWARD(succeeded(launch_group(context, params, stream), "launching %d expert(s) with %d rows on device %d",
+                           params.count, total_rows, context.device));
     if (timer) timer->mark(2);
     COLI_FORWARD(
-        succeeded(cudaMemcpyAsync(buffers.host_y.floats(), buffers.y.as<float>(), bytes, cudaMemcpyDeviceToHost, stream),
-                  "copying %d rows from device %d", total_rows, context.device));
+        succeeded(return_rows(buffers, bytes, stream), "copying %d rows from device %d", total_rows, context.device));
     if (timer) timer->mark(3);
     return true;
 }
@@ -115,18 +135,17 @@ bool run_matmul(const ColiCudaTensor &w, float *y, const float *x, int S) {
     Context &context = *w.context;
     CallBuffers &buffers = context.synchronous;
     const size_t x_bytes = row_bytes(S, w.I), y_bytes = row_bytes(S, w.O);
-    COLI_FORWARD(buffers.host_x.reserve(x_bytes, "activations") && buffers.host_y.reserve(y_bytes, "results") &&
-                 buffers.x.reserve(x_bytes, "activations") && buffers.y.reserve(y_bytes, "results"));
+    float *results;
+    COLI_FORWARD(reserve_rows(buffers, x_bytes, y_bytes, &results) &&
+                 buffers.workspace.reserve(product_workspace_bytes(S, w.I), "prepared activations"));
     memcpy(buffers.host_x.floats(), x, x_bytes);
 
     const cudaStream_t stream = context.stream;
-    GroupParams params = product_params(w, buffers.y.as<float>(), buffers.x.as<float>(), S);
+    GroupParams params = product_params(w, results, buffers.x.as<float>(), S);
     params.tables = context.tables;
-    cudaError_t result =
-        cudaMemcpyAsync(buffers.x.as<float>(), buffers.host_x.floats(), x_bytes, cudaMemcpyHostToDevice, stream);
-    if (result == cudaSuccess) result = launch_down(params, plan_of_product(context.gpu, &context.plans, params), stream);
-    if (result == cudaSuccess)
-        result = cudaMemcpyAsync(buffers.host_y.floats(), buffers.y.as<float>(), y_bytes, cudaMemcpyDeviceToHost, stream);
+    cudaError_t result = send_rows(buffers, x_bytes, stream);
+    if (result == cudaSuccess) result = launch_product(context, params, buffers.workspace.as<void>(), stream);
+    if (result == cudaSuccess) result = return_rows(buffers, y_bytes, stream);
     if (!succeeded(result, "multiplying %d rows with a matrix [%d, %d] on device %d", S, w.O, w.I, context.device))
         return context.abandon();
     COLI_FORWARD(succeeded(cudaStreamSynchronize(stream), "multiplying %d rows with a matrix [%d, %d] on device %d", S, w.O,

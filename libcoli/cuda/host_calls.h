@@ -2,7 +2,7 @@
 #ifndef COLI_CUDA_HOST_CALLS_H
 #define COLI_CUDA_HOST_CALLS_H
 
-#include "group.h"
+#include "dispatch.h"
 
 namespace coli {
 

@@ -126,11 +126,11 @@ enum class TileKind {
     kMxfp4,
     kFp8,      /* under the published e4m3 table */
     kFp8Table, /* under another one */
-    kE8,       /* under a codebook of 1 ... 127, as the published one */
+    kE8,       /* under a codebook of 1 ... 66, as the published one */
     kE8AnyCodebook,
 };
 
-/* `e4m3`: the published fp8 table is in use; `small_codebook`: E8 codebook bytes are 1 ... 127. */
+/* `e4m3`: the published fp8 table is in use; `small_codebook`: E8 codebook bytes are 1 ... 66. */
 COLI_FN TileKind tile_kind(int format, int group_size, bool e4m3, bool small_codebook) {
     switch (format) {
     case COLI_INT8:

@@ -22,11 +22,10 @@ struct Slots {
     int tiles, stages;
 };
 
-/* Kernels for any format start at four rows. The copies by threads need registers that sixteen rows leave to none. */
-int pass_rows_for(Path path, const ProductTask &task) {
-    if (path == Path::kPlain) return 4;
-    const int most = path == Path::kAmpere && task.halves ? 8 : kMaxPassRows;
-    int rows = task.halves ? 4 : 1;
+/* Kernels for any format start at four rows. */
+int pass_rows_for(const GpuTraits &gpu, const ProductTask &task, bool limbs_only) {
+    const int most = most_pass_rows(gpu.capability, task.path, limbs_only);
+    int rows = limbs_only ? 1 : 4;
     while (rows < most && rows < task.rows) rows *= 2;
     return rows;
 }
@@ -164,12 +163,13 @@ ProductPlan plan_product(const GpuTraits &gpu, const ProductTask &task) {
         ProductPlan plan{};
         plan.path = task.path;
         plan.gate_up = task.matrices == 2;
-        plan.pass_rows = pass_rows_for(plan.path, task);
         plan.limbs_only = plan.path != Path::kPlain && !task.halves;
+        plan.pass_rows = pass_rows_for(gpu, task, plan.limbs_only);
         plan.codebook = task.codebook;
         plan.blocks = std::clamp(waves * gpu.multiprocessors / task.experts, 1, pairs);
-        for (plan.warps = product_threads(plan.pass_rows, plan.limbs_only) / 32; plan.warps >= 2; plan.warps -= 2) {
-            for (const Slots slots : {Slots{2, 2}, Slots{1, 3}, Slots{1, 2}}) {
+        for (plan.warps = product_threads(gpu.capability, plan.path, plan.pass_rows, plan.limbs_only) / 32; plan.warps >= 1;
+             plan.warps -= plan.warps > 2 ? 2 : 1) {
+            for (const Slots slots : {Slots{2, 2}, Slots{1, 3}, Slots{1, 2}, Slots{1, 1}}) {
                 ProductPlan filled = plan;
                 filled.stages = slots.stages;
                 filled.slot_bytes = 2 * slots.tiles * task.tile_bytes;
@@ -184,20 +184,17 @@ ProductPlan plan_product(const GpuTraits &gpu, const ProductTask &task) {
 
 std::vector<ProductPlan> all_variants(const GpuTraits &gpu) {
     std::vector<ProductPlan> variants;
-    const auto add = [&](Path path, bool limbs_only, std::initializer_list<int> pass_rows) {
-        for (int rows : pass_rows) {
-            ProductPlan plan{};
-            plan.path = path, plan.limbs_only = limbs_only, plan.pass_rows = rows;
-            variants.push_back(plan);
+    for (Path path : {Path::kPlain, Path::kAmpere, Path::kHopper}) {
+        if (path != Path::kPlain && gpu.capability < (path == Path::kHopper ? 90 : 80)) continue;
+        for (bool limbs_only : {false, true}) {
+            if (limbs_only && path == Path::kPlain) continue;
+            for (int rows = limbs_only ? 1 : 4; rows <= most_pass_rows(gpu.capability, path, limbs_only); rows *= 2) {
+                ProductPlan plan{};
+                plan.path = path, plan.limbs_only = limbs_only, plan.pass_rows = rows;
+                variants.push_back(plan);
+            }
         }
-    };
-    add(Path::kPlain, false, {4});
-    for (Path path : {Path::kAmpere, Path::kHopper}) {
-        if (gpu.capability < (path == Path::kHopper ? 90 : 80)) continue;
-        add(path, true, {1, 2, 4, 8, 16});
-        add(path, false, {4, 8});
     }
-    if (gpu.capability >= 90) add(Path::kHopper, false, {16});
     return variants;
 }
 

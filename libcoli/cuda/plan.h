@@ -19,11 +19,6 @@ constexpr int kPairRows = 2 * kStripRows;
 constexpr int kMaxPassRows = 16;
 /* Shared memory for the place of a warp in its work. */
 constexpr int kWalkBytes = 64;
-/* Threads of a block at most. Many rows, and kernels for any format, take the registers of fewer threads. */
-COLI_FN constexpr int product_threads(int pass_rows, bool limbs_only) {
-    return limbs_only && pass_rows <= 8 ? 384 : 256;
-}
-
 /* Limit of a grid's y and z. */
 constexpr int kMaxGrid = 65535;
 /* Elements of a rotation block that one thread block transforms in shared memory (32 KB). */
@@ -44,6 +39,17 @@ enum class Path {
 };
 const char *path_name(Path path);
 bool path_named(const char *name, Path *path);
+
+/* What fits the registers of a GPU: threads of a block at most, and activation rows of a pass. Many rows, kernels for any
+ * format, and copies by threads leave room for fewer threads; the compiler needs more registers for newer GPUs. */
+COLI_FN constexpr int product_threads(int capability, Path path, int pass_rows, bool limbs_only) {
+    if (limbs_only) return pass_rows <= 8 ? 384 : 256;
+    return capability == 90 && path == Path::kHopper && pass_rows <= 4 ? 384 : 256;
+}
+COLI_FN constexpr int most_pass_rows(int capability, Path path, bool limbs_only) {
+    if (path == Path::kPlain || capability >= 120) return 4;
+    return path == Path::kAmpere && !limbs_only ? 8 : 16;
+}
 
 /* The best path of a GPU, or what limit_path says where that is less: a Hopper GPU can take all of them. */
 Path path_of(const GpuTraits &gpu);
@@ -98,6 +104,7 @@ struct ProductTask {
     }
 };
 
+/* A plan of no warps where shared memory is too small for any. */
 ProductPlan plan_product(const GpuTraits &gpu, const ProductTask &task);
 
 /* Plans that name every kernel that plan_product may choose on a GPU; of each, path, pass_rows and limbs_only alone. */

@@ -13,8 +13,8 @@ namespace {
 constexpr int kSlots = Staging::kSlots;
 /* The first chunk is small, so that the link has work soon; each next one is twice as large, until it fills a slot. */
 constexpr size_t kFirstChunkBytes = size_t{256} << 10;
-/* Matrices of less than this are copied before other threads would have woken up. */
-constexpr size_t kThreadedBytes = size_t{1} << 20;
+/* Matrices of less than this are copied before other threads would have come to help. */
+constexpr size_t kThreadedBytes = size_t{256} << 10;
 /* Chunks that the device is ahead of the host in a download. */
 constexpr int kDownloadLead = 2;
 

@@ -97,6 +97,14 @@ class Gpu:
         self.check(self.lib.coli_cuda_mem_info(device, free, total))
         return free[0], total[0]
 
+    # ---- plans
+
+    def limit_path(self, path):
+        self.check(self.lib.coli_cuda_limit_path(path.encode()))
+
+    def require_exact(self, exact):
+        self.lib.coli_cuda_require_exact(int(exact))
+
     # ---- statistics
 
     def stats(self, device=-1):

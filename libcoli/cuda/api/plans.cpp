@@ -2,12 +2,22 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "../group.h"
+#include "../dispatch.h"
+#include "../kernels/prefill.h"
 #include "../kernels/probe.h"
 
 using namespace coli;
 
 namespace {
+
+int describe(const PrefillProduct &plan, const char *name, int experts, char *text, size_t capacity) {
+    return snprintf(
+        text, capacity,
+        "%-6s prefill on %s, %d expert(s), tiles of %d tokens, %d items in %d blocks of %d warps, %d stages, %d bytes "
+        "shared",
+        name, plan.wgmma ? "wgmma" : "mma", experts, plan.token_tile, plan.items, plan.blocks, plan.warps, plan.stages,
+        plan.shared_bytes);
+}
 
 /* A text that goes on counting when its memory is full. */
 class Text {
@@ -76,8 +86,16 @@ size_t coli_cuda_plan_text(int device, int capability, const int *formats, int D
     GpuTraits gpu{};
     GroupParams params{};
     COLI_FORWARD(find_gpu(device, capability, &gpu) && fill_params(formats, D, H, experts, rows, &params));
-    const GroupPlan plan = plan_of(gpu, nullptr, params);
     Text lines(text, capacity);
+    if (takes_prefill(gpu, params)) {
+        const PrefillPlan prefill = plan_prefill(gpu, params);
+        if (prefill.possible) {
+            lines.add_line(prefill.hidden, "hidden", experts);
+            lines.add_line(prefill.down, "down", experts);
+            return lines.length();
+        }
+    }
+    const GroupPlan plan = plan_of(gpu, nullptr, params);
     lines.add_line(plan.hidden, "hidden", experts);
     if (plan.rotation.rows > 0) lines.add_line(plan.rotation, experts);
     lines.add_line(plan.down, "down", experts);
@@ -90,6 +108,10 @@ int coli_cuda_limit_path(const char *path) {
     COLI_REFUSE_IF(!path_named(path, &most), COLI_E_ARGUMENT, "path \"%s\", expected plain, ampere or hopper", path);
     limit_path(most);
     return 1;
+}
+
+void coli_cuda_require_exact(int exact) {
+    require_exact(exact != 0);
 }
 
 int coli_cuda_probe_dev(int device, int kind, const void *a_dev, void *b_dev, size_t bytes, void *stream) {

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "../dispatch.h"
 #include "../fault.h"
 #include "../host_calls.h"
 #include "../kernels/combine.h"
@@ -76,8 +77,8 @@ bool workspace_given(const void *workspace_dev, size_t size, size_t needed, int 
 }
 
 /* A group on the caller's stream, as many experts a time as kernel parameters hold. The caller checked everything. */
-bool launch_group(Context &context, const GroupCall &group, int total_rows, float *y_dev, const float *x_dev,
-                  void *workspace_dev, void *stream) {
+bool launch_on_stream(Context &context, const GroupCall &group, int total_rows, float *y_dev, const float *x_dev,
+                      void *workspace_dev, void *stream) {
     context.caller_streams = true;
     for (int begin = 0, first_row = 0; begin < group.count; begin += COLI_CUDA_MAX_EXPERTS) {
         GroupParams params = group_params(group, begin, first_row);
@@ -86,8 +87,7 @@ bool launch_group(Context &context, const GroupCall &group, int total_rows, floa
         params.tables = context.tables;
         place_workspace(&params, total_rows, workspace_dev);
         if (params.max_rows > 0) {
-            const GroupPlan plan = plan_of(context.gpu, &context.plans, params);
-            COLI_FORWARD(succeeded(launch_expert_group(params, plan, static_cast<cudaStream_t>(stream)),
+            COLI_FORWARD(succeeded(launch_group(context, params, static_cast<cudaStream_t>(stream)),
                                    "launching %d expert(s) with %d rows on device %d", group.count, total_rows,
                                    context.device));
         }
@@ -144,7 +144,6 @@ int coli_cuda_expert_group(ColiCudaTensor *const *gates, ColiCudaTensor *const *
 
 int coli_cuda_expert_group_pinned(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups, ColiCudaTensor *const *downs,
                                   const int *rows, int count, float *y, const float *x, int pin_small_batch) {
-    (void)pin_small_batch; /* results never depend on the number of rows here */
     COLI_FORWARD(!fault_injected("coli_cuda_expert_group") && pointers_given(y, x));
     const GroupCall group{gates, ups, downs, rows, count};
     Context *context = context_of(group);
@@ -153,6 +152,7 @@ int coli_cuda_expert_group_pinned(ColiCudaTensor *const *gates, ColiCudaTensor *
     int total_rows;
     COLI_FORWARD(call.ok() && fits_one_launch(group) && check_group(group, 1, &total_rows));
     GroupParams params = group_params(group, 0, 0);
+    params.exact = pin_small_batch != 0;
     return run_group(*context, params, total_rows, y, x) && counted(*context, count, total_rows);
 }
 
@@ -219,7 +219,7 @@ size_t coli_cuda_expert_group_workspace(ColiCudaTensor *const *gates, ColiCudaTe
     DeviceCall call(*context);
     int total_rows;
     COLI_FORWARD(call.ok() && check_group(group, 0, &total_rows));
-    return workspace_bytes(std::max(total_rows, 1), gates[0]->O);
+    return workspace_bytes(std::max(total_rows, 1), gates[0]->I, gates[0]->O, count);
 }
 
 int coli_cuda_matmul_dev(const ColiCudaTensor *tensor, float *y_dev, const float *x_dev, int S, void *stream) {
@@ -233,9 +233,9 @@ int coli_cuda_matmul_dev(const ColiCudaTensor *tensor, float *y_dev, const float
     context.caller_streams = true;
     GroupParams params = product_params(*tensor, y_dev, x_dev, S);
     params.tables = context.tables;
-    return succeeded(
-        launch_down(params, plan_of_product(context.gpu, &context.plans, params), static_cast<cudaStream_t>(stream)),
-        "launching a product of %d rows with a matrix [%d, %d] on device %d", S, tensor->O, tensor->I, context.device);
+    return succeeded(launch_product(context, params, nullptr, static_cast<cudaStream_t>(stream)),
+                     "launching a product of %d rows with a matrix [%d, %d] on device %d", S, tensor->O, tensor->I,
+                     context.device);
 }
 
 int coli_cuda_expert_group_dev(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups, ColiCudaTensor *const *downs,
@@ -250,8 +250,9 @@ int coli_cuda_expert_group_dev(ColiCudaTensor *const *gates, ColiCudaTensor *con
     COLI_FORWARD(call.ok() && check_group(group, 0, &total_rows));
     if (total_rows == 0) return 1;
     COLI_FORWARD(device_pointers_given(y_dev, x_dev) &&
-                 workspace_given(workspace_dev, workspace_size, workspace_bytes(total_rows, gates[0]->O), total_rows) &&
-                 launch_group(*context, group, total_rows, y_dev, x_dev, workspace_dev, stream));
+                 workspace_given(workspace_dev, workspace_size,
+                                 workspace_bytes(total_rows, gates[0]->I, gates[0]->O, count), total_rows) &&
+                 launch_on_stream(*context, group, total_rows, y_dev, x_dev, workspace_dev, stream));
     return counted(*context, count, total_rows);
 }
 
@@ -278,11 +279,12 @@ int coli_cuda_expert_group_combine_dev(ColiCudaTensor *const *gates, ColiCudaTen
     COLI_FORWARD(call.ok() && check_group(group, 0, &total_rows) && device_pointers_given(y_dev, x_dev) &&
                  device_pointers_given(row_tokens_dev, row_weights_dev));
     const int D = gates[0]->I;
-    const size_t of_group = workspace_bytes(std::max(total_rows, 1), gates[0]->O);
+    const size_t of_group = workspace_bytes(std::max(total_rows, 1), D, gates[0]->O, count);
     COLI_FORWARD(
         workspace_given(workspace_dev, workspace_size, of_group + rows_bytes(std::max(total_rows, 1), D), total_rows));
     float *expert_rows = reinterpret_cast<float *>(static_cast<uint8_t *>(workspace_dev) + of_group);
-    COLI_FORWARD(total_rows == 0 || launch_group(*context, group, total_rows, expert_rows, x_dev, workspace_dev, stream));
+    COLI_FORWARD(total_rows == 0 ||
+                 launch_on_stream(*context, group, total_rows, expert_rows, x_dev, workspace_dev, stream));
     const CombineParams params{expert_rows, row_tokens_dev, row_weights_dev, y_dev, total_rows, tokens, D};
     COLI_FORWARD(
         succeeded(launch_combine(params, path_of(context->gpu) == Path::kHopper, static_cast<cudaStream_t>(stream)),

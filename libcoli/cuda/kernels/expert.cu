@@ -30,6 +30,7 @@ ProductKernel kernel_of(const ProductPlan &plan) {
 }
 
 cudaError_t launch_product(const GroupParams &params, const ProductPlan &plan, cudaStream_t stream) {
+    if (plan.warps == 0) return cudaErrorNotSupported;
     return launch(kernel_of(plan), dim3(plan.blocks, params.count), kWarpThreads * plan.warps, plan.shared_bytes,
                   plan.path == Path::kHopper, stream, params, plan);
 }

@@ -25,11 +25,13 @@ struct ExpertEntry {
 struct GroupParams {
     int D, H; /* gate and up [H, D], down [D, H] */
     int count, max_rows;
+    bool exact; /* activations are not to be rounded, however many rows there are */
     Activation activation;
     const float *x; /* [rows, D] */
     float *y;       /* [rows, D] */
     float *hidden;  /* [rows, H]; of a plain product its activations, which stay as they are */
     float *rotated; /* [rows, H], not overlapping hidden */
+    void *prepared; /* what the prefill kernels make of activations */
     const DeviceTables *tables;
     ExpertEntry experts[COLI_CUDA_MAX_EXPERTS];
 };

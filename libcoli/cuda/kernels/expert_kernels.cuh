@@ -4,21 +4,32 @@
 
 #include "../ptx/dependent.cuh"
 #include "expert_variants.h"
+#include "outputs.cuh"
 #include "product.cuh"
 #include "rotate.cuh"
 
 namespace coli {
 
+/* The GPU that this is being compiled for, as GpuTraits::capability has it. */
+#if defined(__CUDA_ARCH__)
+constexpr int kCompiledFor = __CUDA_ARCH__ / 10;
+#else
+constexpr int kCompiledFor = 90;
+#endif
+
 struct PlainPath {
-    static constexpr bool kTensorCores = false;
+    static constexpr Path kPath = Path::kPlain;
+    static constexpr bool kTensorCores = false, kCopyEngine = false;
     using Ring = PlainRing;
 };
 struct AmperePath {
-    static constexpr bool kTensorCores = true;
+    static constexpr Path kPath = Path::kAmpere;
+    static constexpr bool kTensorCores = true, kCopyEngine = false;
     using Ring = AsyncRing;
 };
 struct HopperPath {
-    static constexpr bool kTensorCores = true;
+    static constexpr Path kPath = Path::kHopper;
+    static constexpr bool kTensorCores = true, kCopyEngine = true;
     using Ring = BulkRing;
 };
 
@@ -33,17 +44,6 @@ __device__ inline Share share_of_block(int O, int I, int blocks) {
     share.strips = strips, share.tiles = tile_count(I);
     share.first_pair = first, share.pairs = pairs * (static_cast<int>(blockIdx.x) + 1) / blocks - first;
     return share;
-}
-
-__device__ inline float row_scale(const MatrixView &matrix, int row) {
-    return matrix.row_scales ? static_cast<const float *>(matrix.scales)[row] : 1.0f;
-}
-
-__device__ inline float activate(const Activation &activation, float gate, float up) {
-    const float sigmoid = 1.0f / (1.0f + expf(-gate));
-    if (activation.kind == Activation::kSilu) return gate * sigmoid * up;
-    const float b1 = activation.b1, b2 = activation.b2;
-    return b1 * tanhf(gate / b1) * sigmoid * (b2 * tanhf(up / b2));
 }
 
 /* Activation rows of an expert as its product finds them. */
@@ -76,18 +76,18 @@ __device__ void rotate_and_prepare_rows(const FloatRows &x, int count, int slice
 
 /* Multiplies the share with an expert's rows, ROWS at a time, and gives each output its totals:
  * store(row of the expert, weight row, total of the first matrix, total of the second). */
-template <class Path, class Scheme, int ROWS, class Store>
+template <class OnPath, class Scheme, int ROWS, class Store>
 __device__ void multiply_expert(Share &share, const RowSource &source, int rows, const ProductPlan &plan,
                                 const DeviceTables &device_tables, Store store) {
     const int warp = warp_of_block(), lane = threadIdx.x % kWarp;
     const ProductMemory memory = product_memory<Scheme>(plan, dynamic_shared(), warp);
     const ByteTables tables{codebook_of(memory.codebook, lane), device_tables.fp8};
-    typename Path::Ring ring(memory.ring, lane);
+    typename OnPath::Ring ring(memory.ring, lane);
     __syncthreads(); /* its barriers exist */
 
     for (int first = 0; first < rows; first += ROWS) {
         share.rows = min(ROWS, rows - first);
-        TileStream<typename Path::Ring> stream(ring, *memory.walk, share, plan, warp, lane);
+        TileStream<typename OnPath::Ring> stream(ring, *memory.walk, share, plan, warp, lane);
         if (first == 0) {
             if (plan.codebook) spread_codebook(memory.codebook, device_tables);
             dependency_wait();
@@ -112,15 +112,17 @@ __device__ void multiply_expert(Share &share, const RowSource &source, int rows,
 }
 
 /* The scheme of an expert depends on its own matrices alone, so that company does not change its bits. */
-template <class Path, int ROWS, bool LIMBS_ONLY, class Store>
+template <class OnPath, int ROWS, bool LIMBS_ONLY, class Store>
 __device__ void multiply_in_scheme(Share &share, const RowSource &source, int rows, const ProductPlan &plan,
                                    const DeviceTables &tables, Store store) {
+    /* where registers run out otherwise */
+    constexpr bool kRolled = kCompiledFor >= 100 || !LIMBS_ONLY || ROWS == 8 || (ROWS > 8 && !OnPath::kCopyEngine);
     if constexpr (LIMBS_ONLY) {
-        multiply_expert<Path, LimbScheme<ROWS>, ROWS>(share, source, rows, plan, tables, store);
-    } else if (Path::kTensorCores && multiplies_bytes(*share.first_matrix) && multiplies_bytes(*share.second_matrix)) {
-        multiply_expert<Path, LimbScheme<ROWS>, ROWS>(share, source, rows, plan, tables, store);
+        multiply_expert<OnPath, LimbScheme<ROWS, kRolled>, ROWS>(share, source, rows, plan, tables, store);
+    } else if (OnPath::kTensorCores && multiplies_bytes(*share.first_matrix) && multiplies_bytes(*share.second_matrix)) {
+        multiply_expert<OnPath, LimbScheme<ROWS, kRolled>, ROWS>(share, source, rows, plan, tables, store);
     } else {
-        multiply_expert<Path, HalfScheme<Path, ROWS>, ROWS>(share, source, rows, plan, tables, store);
+        multiply_expert<OnPath, HalfScheme<OnPath, ROWS>, ROWS>(share, source, rows, plan, tables, store);
     }
 }
 
@@ -140,9 +142,15 @@ __device__ inline RowSource source_of_expert(const GroupParams &p, const Product
     return {{(expert.rotate_hidden && !rotate ? p.rotated : p.hidden) + first_row * H, H, p.H}, rotate};
 }
 
-template <class Path, int ROWS, bool LIMBS_ONLY>
-__global__ void __launch_bounds__(product_threads(ROWS, LIMBS_ONLY), 1)
+/* Whether a plan for the GPU at hand may be this kernel. */
+template <class OnPath> __device__ constexpr bool taken_by_plans(int rows, bool limbs_only) {
+    return rows <= most_pass_rows(kCompiledFor, OnPath::kPath, limbs_only) && (kCompiledFor >= 90 || !OnPath::kCopyEngine);
+}
+
+template <class OnPath, int ROWS, bool LIMBS_ONLY>
+__global__ void __launch_bounds__(product_threads(kCompiledFor, OnPath::kPath, ROWS, LIMBS_ONLY), 1)
     expert_product(const __grid_constant__ GroupParams p, const __grid_constant__ ProductPlan plan) {
+    if (!taken_by_plans<OnPath>(ROWS, LIMBS_ONLY)) return; /* nothing more to compile */
     dependency_trigger();
     const ExpertEntry &expert = p.experts[blockIdx.y];
     if (expert.rows == 0) return;
@@ -156,8 +164,8 @@ __global__ void __launch_bounds__(product_threads(ROWS, LIMBS_ONLY), 1)
         else
             p.y[(first_row + row) * p.D + o] = first;
     };
-    multiply_in_scheme<Path, ROWS, LIMBS_ONLY>(share, source_of_expert(p, plan, expert), expert.rows, plan, *p.tables,
-                                               store);
+    multiply_in_scheme<OnPath, ROWS, LIMBS_ONLY>(share, source_of_expert(p, plan, expert), expert.rows, plan, *p.tables,
+                                                 store);
 }
 
 } // namespace coli

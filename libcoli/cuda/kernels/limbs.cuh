@@ -136,14 +136,15 @@ __device__ __forceinline__ void flush_sums(IntegerSums<TILES> &c, Scale scale, f
 }
 
 /* sums[m][r][n][i] += tile m, row g + 8 r, times column 2 t + i of tile n of the limbs, over 256 columns. Sums stay
- * integers as long as their scale is one, and E8's sub-scales are integers themselves. */
-template <class Half, int ROWS>
+ * integers as long as their scale is one, and E8's sub-scales are integers themselves. ROLLED code is slower and takes
+ * fewer registers. */
+template <class Half, int ROWS, bool ROLLED>
 __device__ __forceinline__ void multiply_bytes(const TileSlots &slots, const TilePlace &place, const LimbFragments<ROWS> &x,
                                                int column, const ByteTables &tables, int lane,
                                                float (&sums)[2][2][LimbColumns<ROWS>::kTiles][2]) {
     constexpr int kTiles = LimbColumns<ROWS>::kTiles, kUsed = ROWS == 1 ? 1 : 2, kSpan = Half::kSubblocksPerScale;
     constexpr bool kIntegerScales = HasIntegerScales<Half>::value;
-    [[maybe_unused]] constexpr int kHalvesUnrolled = ROWS < 8 ? 2 : 1; /* many rows need the registers that a long stretch of code takes */
+    [[maybe_unused]] constexpr int kHalvesUnrolled = ROLLED ? 1 : 2;
     IntegerSums<kTiles> total = {};
     float super_scales[2][2];
 #pragma unroll kHalvesUnrolled

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "../ptx/lookup.cuh"
+#include "launch.h"
 #include "prefill_product.cuh"
 #include "rotate.cuh"
 
@@ -12,17 +13,17 @@ namespace {
 
 /*------   Preparing rows   ------*/
 
-constexpr int kPrepareThreads = 256;
 constexpr int kHeldQuads = 8; /* enough for rows of 8192 */
 
 /* Rows of x or, if HIDDEN, of the hidden rows to tokens; grid (rows, experts). */
 template <bool HIDDEN>
-__global__ void __launch_bounds__(kPrepareThreads)
+__global__ void __launch_bounds__(kPrepareThreads, 4)
     prepare_tokens(const __grid_constant__ GroupParams p, const Tokens tokens) {
     __shared__ float of_warps[kPrepareThreads / kWarp];
     dependency_trigger();
     const ExpertEntry &expert = p.experts[blockIdx.y];
-    const int columns = HIDDEN ? p.H : p.D, first = first_token(expert.first_row - p.experts[0].first_row, blockIdx.y);
+    const int columns = HIDDEN ? p.H : p.D;
+    const int first = first_token(expert.first_row - p.experts[0].first_row, blockIdx.y);
     const ExpertTokens of_expert = expert_tokens(tokens, first, expert.rows, columns);
     const float *x = (HIDDEN ? p.hidden : p.x) + static_cast<size_t>(expert.first_row) * columns;
     dependency_wait();
@@ -171,12 +172,12 @@ bool has_operands(const MatrixView &matrix) {
 
 /* wgmma is of compute capability 9.0 alone. */
 bool has_wgmma(const GpuTraits &gpu) {
-    return gpu.capability == 90;
+    return gpu.capability == 90 && path_of(gpu) == Path::kHopper;
 }
 
 /* Clocks of an item's stage, roughly: a set's decoding and products overlap in part, and copies take their time too. */
 int stage_cost(const PrefillProduct &plan) {
-    const int set = 600 + 16 * plan.token_tile, bytes_per_clock = 24;
+    const int set = 600 + 24 * plan.token_tile, bytes_per_clock = 24;
     const int busy = std::max(plan.sets * set * kPrefillWarps / plan.warps, plan.stage_bytes / bytes_per_clock);
     return plan.stages > 1 ? busy : 2 * busy;
 }
@@ -238,34 +239,16 @@ PrefillKernel kernel_of(const PrefillProduct &plan) {
     return plan.wgmma ? prefill_wgmma_kernel() : prefill_mma;
 }
 
-/* On Hopper a kernel starts while the one before it ends. */
-template <class... Params>
-cudaError_t launch(void (*kernel)(Params...), dim3 grid, int threads, int shared_bytes, bool overlapping,
-                   cudaStream_t stream, const Params &...params) {
-    cudaLaunchAttribute overlap{};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid;
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = &overlap;
-    config.numAttrs = overlapping ? 1 : 0;
-    return cudaLaunchKernelEx(&config, kernel, params...);
-}
-
 cudaError_t launch_product(const GroupParams &params, const PrefillProduct &plan, const Tokens &tokens,
                            cudaStream_t stream) {
     const int threads = (plan.wgmma ? kPrefillWgmmaWarps : plan.warps) * kWarp;
     return launch(kernel_of(plan), dim3(plan.blocks), threads, plan.shared_bytes, plan.wgmma, stream, params, plan, tokens);
 }
 
-/* Rows of all experts, which follow each other. */
-int total_rows(const GroupParams &params) {
-    int rows = 0;
-    for (int e = 0; e < params.count; e++) rows += params.experts[e].rows;
-    return rows;
+/* Rows from the first expert's to the last one's. */
+int spanned_rows(const GroupParams &params) {
+    const ExpertEntry &last = params.experts[params.count - 1];
+    return last.first_row + last.rows - params.experts[0].first_row;
 }
 
 size_t factors_bytes(int rows, int experts) {
@@ -274,7 +257,7 @@ size_t factors_bytes(int rows, int experts) {
 
 Tokens tokens_in(const GroupParams &params, void *workspace) {
     uint8_t *memory = static_cast<uint8_t *>(workspace);
-    return {memory + factors_bytes(total_rows(params), params.count), reinterpret_cast<float *>(memory)};
+    return {memory + factors_bytes(spanned_rows(params), params.count), reinterpret_cast<float *>(memory)};
 }
 
 cudaError_t launch_hidden_tokens(const GroupParams &params, const PrefillPlan &plan, const Tokens &tokens,
@@ -299,7 +282,7 @@ bool prefill_supports(const GroupParams &params) {
 PrefillPlan plan_prefill_down(const GpuTraits &gpu, const GroupParams &params) {
     PrefillPlan plan{};
     plan.down = plan_launch(gpu, params, false);
-    plan.possible = plan.down.stages > 0;
+    plan.possible = plan.down.stages > 0 && path_of(gpu) != Path::kPlain;
     plan.prepare_blocks = std::min(params.max_rows, 4096);
     plan.rotates = std::any_of(params.experts, params.experts + params.count,
                                [](const ExpertEntry &expert) { return expert.rotate_hidden && expert.rows > 0; });
@@ -314,8 +297,7 @@ PrefillPlan plan_prefill(const GpuTraits &gpu, const GroupParams &params) {
 }
 
 size_t prefill_workspace_bytes(int rows, int columns, int experts) {
-    const size_t row_bytes = static_cast<size_t>(tile_count(columns)) * kTileColumns * 2;
-    return factors_bytes(rows, experts) + first_token(rows, experts) * row_bytes;
+    return factors_bytes(rows, experts) + first_token(rows, experts) * token_row_bytes(columns);
 }
 
 cudaError_t launch_prefill_down(const GroupParams &params, const PrefillPlan &plan, void *workspace, cudaStream_t stream) {
@@ -336,9 +318,12 @@ cudaError_t launch_prefill_group(const GroupParams &params, const PrefillPlan &p
 }
 
 cudaError_t prepare_prefill_kernels(const GpuTraits &gpu) {
-    const PrefillKernel kernel = has_wgmma(gpu) ? prefill_wgmma_kernel() : prefill_mma;
-    return cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                gpu.shared_bytes);
+    const auto allow = [&](PrefillKernel kernel) {
+        return cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    gpu.shared_bytes);
+    };
+    const cudaError_t result = allow(prefill_mma);
+    return result == cudaSuccess && gpu.capability == 90 ? allow(prefill_wgmma_kernel()) : result;
 }
 
 } // namespace coli

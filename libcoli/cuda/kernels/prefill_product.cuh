@@ -3,7 +3,7 @@
  *
  *                          token tile (32, 64 or 96 tokens)
  *                         +-----------+
- *                         |  a stage: |  256 columns of the tokens,
+ *                         |  a stage: |  256 columns of the tokens and their losses,
  *                         +-----------+  and those tiles of weights
  *          +-------------+
  *     w 0  | tile        |  set 0: 16 weight rows a warp (hidden: of gate)
@@ -157,9 +157,8 @@ struct TileInputs {
     int lane;
 };
 
-/* A step is 16 columns, as deep as one product. Weights of a few steps are decoded together, so that waits for look-ups
- * overlap, and their products are under way together. */
-constexpr int kTileSteps = kTileColumns / 16;
+/* Weights of a few steps are decoded together, so that waits for look-ups overlap, and their products are under way
+ * together. Losses come right behind the values, for which the weights are there. */
 
 /* totals += tile times tokens, N of them. */
 template <class Unit, class Operand, int N>
@@ -185,11 +184,15 @@ __device__ __forceinline__ void multiply_tile(const TileInputs &in, float (&tota
         const int next = first + kSteps, last_subblock = (next - 1) / 2 % kHalfSubblocks;
         unit.begin();
 #pragma unroll
-        for (int i = 0; i < kSteps; i++)
-            unit.multiply(chunk, a[first / kSteps % 2][i], first + i, (first + i) % kChunkSteps != 0);
+        for (int i = 0; i < kSteps; i++) {
+            const int step = first + i;
+            const uint32_t (&operand)[4] = a[first / kSteps % 2][i];
+            unit.multiply(chunk, operand, step, step % kChunkSteps != 0);
+            if (has_losses(step)) unit.multiply(chunk, operand, loss_step(step), true);
+        }
         unit.end();
         const bool chunk_ends = next % kChunkSteps == 0;
-        float factors[2];
+        float factors[2] = {};
         if (chunk_ends) factors[0] = weights.factor(last_subblock, 0), factors[1] = weights.factor(last_subblock, 1);
         if (next < kTileSteps) {
             unit.template wait<1>();
@@ -338,8 +341,7 @@ __device__ __forceinline__ void multiply_item(const PrefillJob &job, const Prefi
     store_item<N>(job, item, warp, lane, totals);
 }
 
-/* All items of the block, by a warp that multiplies. Token tiles are 32, MAX_TILE, and 64
- * if that is between them. */
+/* All items of the block, by a warp that multiplies. Token tiles are 32, MAX_TILE, and 64 if that is between them. */
 template <template <int> class Unit, int MAX_TILE, class Pipe>
 __device__ __forceinline__ void multiply_items(const PrefillJob &job, Pipe &pipe, const KernelTables &tables, int warp,
                                                int lane) {

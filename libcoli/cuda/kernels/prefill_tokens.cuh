@@ -1,23 +1,24 @@
 /* kernels/prefill_tokens.cuh - activation rows as prefill products take them: "tokens", fp16, in device memory.
  *
  * They lie as shared memory is to have them (ptx/wgmma.cuh), so that plain copies fetch them. An expert's tokens are blocks
- * of 64 columns one after another; a block is its rows of 128 bytes, whose eight pieces of 16 bytes have places
+ * of 64 values each one after another; a block is its rows of 128 bytes, whose eight pieces of 16 bytes have places
  * piece ^ (row % 8):
  *
  *                    128 bytes
  *                 +---+---+- ... -+
- *     token  0    | 0 | 1 |       |     columns 0...63
+ *     token  0    | 0 | 1 |       |     block 0
  *     token  1    | 1 | 0 |       |
  *       ...             ...
  *     (padded to 8 rows)
- *     token  0    | 0 | 1 |       |     columns 64...127
+ *     token  0    | 0 | 1 |       |     block 1
  *       ...
  *
  * Any run of tokens from a multiple of 8 on is one piece of memory in every block. Columns go up to a whole tile of
- * weights; those beyond the row are zero.
+ * weights; those beyond the row are zero. A tile has six blocks: four of 64 columns each, then two of what rounding took
+ * from the columns with h = 0 below, 128 columns each.
  *
  * The order of columns is that in which Half::codes (tiles.cuh) gives weights: of a sub-block of 32 columns, piece 2 h + q
- * has the pairs of columns 8 t + 4 h + 2 q, + 1 for t = 0..3. */
+ * has the pairs of columns 8 t + 4 h + 2 q, + 1 for t = 0..3. Pieces 2 h and 2 h + 1 are what one product takes, a step. */
 #ifndef COLI_CUDA_KERNELS_PREFILL_TOKENS_CUH
 #define COLI_CUDA_KERNELS_PREFILL_TOKENS_CUH
 
@@ -29,7 +30,22 @@ namespace coli {
 constexpr int kTokenBytes = 128;
 constexpr int kTokenColumns = 64;
 constexpr int kTokenGroup = 8; /* rows that places go round in */
-constexpr int kTileTokenBlocks = kTileColumns / kTokenColumns;
+constexpr int kTileValueBlocks = kTileColumns / kTokenColumns, kTileLossBlocks = kTileValueBlocks / 2;
+constexpr int kTileTokenBlocks = kTileValueBlocks + kTileLossBlocks;
+/* Steps of a tile, of 16 columns; step 2 b + h. */
+constexpr int kTileSteps = kTileColumns / 16;
+
+/* Where a step's losses are, if it has any, counted in steps as its values are. */
+COLI_FN constexpr bool has_losses(int step) {
+    return step % 2 == 0;
+}
+COLI_FN constexpr int loss_step(int step) {
+    return kTileSteps + step / 2;
+}
+
+COLI_FN size_t token_row_bytes(int columns) {
+    return static_cast<size_t>(tile_count(columns)) * kTileTokenBlocks * kTokenBytes;
+}
 
 COLI_FN int pad_tokens(int rows) {
     return coli_ceil_div(rows, kTokenGroup) * kTokenGroup;
@@ -53,20 +69,57 @@ struct ExpertTokens {
 };
 
 __device__ __forceinline__ ExpertTokens expert_tokens(const Tokens &tokens, int first, int rows, int columns) {
-    const size_t row_bytes = static_cast<size_t>(tile_count(columns)) * kTileColumns * 2;
-    return {tokens.halves + first * row_bytes, tokens.factors + first, pad_tokens(rows)};
+    return {tokens.halves + first * token_row_bytes(columns), tokens.factors + first, pad_tokens(rows)};
 }
 
-/* Four columns of a token, quad i of its row, already scaled; lanes are neighbours in i. Lanes of units 2 k and 2 k + 1
- * exchange pairs, so that each writes eight bytes of one piece. */
-__device__ __forceinline__ void store_quad(const ExpertTokens &tokens, int token, int i, float4 v) {
-    const int subblock = i / 8, unit = i / 2 % 4, h = i % 2, odd = unit % 2;
-    const uint32_t first = round_pair(v.x, v.y), second = round_pair(v.z, v.w);
-    const uint32_t received = __shfl_xor_sync(kFullWarp, odd ? first : second, 2);
-    const int piece = 4 * (subblock % 2) + 2 * h + odd, place = piece ^ token % kTokenGroup;
-    *reinterpret_cast<uint2 *>(tokens.row(subblock / 2, token) + kPieceBytes * place + 8 * (unit / 2)) =
-        odd ? make_uint2(received, second) : make_uint2(first, received);
+/*------   Preparing a row   ------*/
+
+constexpr int kPrepareThreads = 256;
+constexpr int kTileQuads = kTileColumns / 4;
+
+/* What rounding took away; of infinities 0, as their difference would be NaN. */
+__device__ __forceinline__ float lost(float value, float rounded) {
+    return value == rounded ? 0.0f : value - rounded;
 }
+__device__ __forceinline__ uint32_t lost_pair(float first, float second, uint32_t rounded) {
+    const float2 kept = pair_floats(rounded);
+    return round_pair(lost(first, kept.x), lost(second, kept.y));
+}
+
+/* Where a thread writes its quads of a token: one of the 64 quads of every tile that it takes part in. */
+class QuadWriter {
+  public:
+    __device__ __forceinline__ QuadWriter(const ExpertTokens &tokens, int token)
+        : tile_pitch_(static_cast<size_t>(kTileTokenBlocks) * tokens.padded * kTokenBytes), odd_(threadIdx.x / 2 % 2) {
+        const int quad = threadIdx.x % kTileQuads, step = quad / 8 * 2 + quad % 2;
+        values_ = place(tokens, token, step);
+        losses_ = has_losses(step) ? place(tokens, token, loss_step(step)) : nullptr;
+    }
+    /* The quad of a tile, already scaled; all threads of a warp at once. */
+    __device__ __forceinline__ void store(int tile, float4 v) const {
+        const uint2 values = {round_pair(v.x, v.y), round_pair(v.z, v.w)};
+        store(values_, tile, values);
+        store(losses_, tile, {lost_pair(v.x, v.y, values.x), lost_pair(v.z, v.w, values.y)});
+    }
+
+  private:
+    /* Of units 2 k and 2 k + 1, the first one's lane writes eight bytes of a step's first piece, the other one's of its
+     * second piece. */
+    __device__ __forceinline__ uint8_t *place(const ExpertTokens &tokens, int token, int step) const {
+        const int piece = (2 * (step % 4) + odd_) ^ token % kTokenGroup;
+        return tokens.row(step / 4, token) + kPieceBytes * piece + 8 * (threadIdx.x / 4 % 2);
+    }
+    __device__ __forceinline__ void store(uint8_t *where, int tile, uint2 pairs) const {
+        const uint32_t received = __shfl_xor_sync(kFullWarp, odd_ ? pairs.x : pairs.y, 2);
+        if (!where) return;
+        *reinterpret_cast<uint2 *>(where + tile * tile_pitch_) =
+            odd_ ? make_uint2(received, pairs.y) : make_uint2(pairs.x, received);
+    }
+
+    uint8_t *values_, *losses_;
+    size_t tile_pitch_;
+    int odd_;
+};
 
 __device__ __forceinline__ float largest_of(float4 v) {
     return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
@@ -82,38 +135,42 @@ __device__ __forceinline__ float largest_of_block(float largest, float *of_warps
         largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, distance));
     if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = largest;
     __syncthreads();
-    for (int i = 0; i < static_cast<int>(blockDim.x) / kWarp; i++) largest = fmaxf(largest, of_warps[i]);
+    for (int i = 0; i < kPrepareThreads / kWarp; i++) largest = fmaxf(largest, of_warps[i]);
     return largest;
 }
 
-/* All threads of the block turn a row, in global or shared memory, into token `token`. Each thread reads HELD quads once,
- * into registers, and those of longer rows again. `of_warps` as above, and a barrier before the next row. */
+/* All kPrepareThreads of a block turn a row, in global or shared memory, into token `token`. Each thread reads HELD quads
+ * once, into registers, and those of longer rows again. `of_warps` as above, and a barrier before the next row. */
 template <int HELD>
 __device__ inline void prepare_token(const float *row, int columns, const ExpertTokens &tokens, int token,
                                      float *of_warps) {
-    const int quads = tile_count(columns) * kTileColumns / 4, rest = threadIdx.x + HELD * blockDim.x;
+    constexpr int kTilesAtOnce = kPrepareThreads / kTileQuads;
+    const int tiles = tile_count(columns), first = threadIdx.x / kTileQuads, column = 4 * (threadIdx.x % kTileQuads);
+    const auto load = [&](int tile) { return load_quad(row, kTileColumns * tile + column, columns); };
     float4 held[HELD];
     float largest = 0.0f;
 #pragma unroll
     for (int j = 0; j < HELD; j++) {
-        const int i = threadIdx.x + j * blockDim.x;
-        held[j] = i < quads ? load_quad(row, 4 * i, columns) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        const int tile = first + kTilesAtOnce * j;
+        held[j] = tile < tiles ? load(tile) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
 #pragma unroll
     for (int j = 0; j < HELD; j++) largest = fmaxf(largest, largest_of(held[j]));
-    for (int i = rest; i < quads; i += blockDim.x) largest = fmaxf(largest, largest_of(load_quad(row, 4 * i, columns)));
+    for (int tile = first + kTilesAtOnce * HELD; tile < tiles; tile += kTilesAtOnce)
+        largest = fmaxf(largest, largest_of(load(tile)));
     largest = largest_of_block(largest, of_warps);
 
     const int exponent = max(static_cast<int>(coli_f32_to_bits(largest) >> 23) - 127, -100);
     const float factor = power_of_two(13 - exponent);
     if (threadIdx.x == 0) tokens.factors[token] = power_of_two(exponent - 13);
+    const QuadWriter writer(tokens, token);
 #pragma unroll
     for (int j = 0; j < HELD; j++) {
-        const int i = threadIdx.x + j * blockDim.x;
-        if (i < quads) store_quad(tokens, token, i, scaled(held[j], factor)); /* for a warp as a whole */
+        const int tile = first + kTilesAtOnce * j;
+        if (tile < tiles) writer.store(tile, scaled(held[j], factor));
     }
-    for (int i = rest; i < quads; i += blockDim.x)
-        store_quad(tokens, token, i, scaled(load_quad(row, 4 * i, columns), factor));
+    for (int tile = first + kTilesAtOnce * HELD; tile < tiles; tile += kTilesAtOnce)
+        writer.store(tile, scaled(load(tile), factor));
 }
 
 } // namespace coli

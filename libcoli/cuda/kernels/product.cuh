@@ -269,7 +269,7 @@ template <class Path, int ROWS> struct HalfScheme {
 };
 
 /* Activations as three signed bytes, formats of small integers (multiplies_bytes). */
-template <int ROWS> struct LimbScheme {
+template <int ROWS, bool ROLLED> struct LimbScheme {
     using Columns = LimbColumns<ROWS>;
     using Fragments = LimbFragments<ROWS>;
     static constexpr int kColumnBytes = 1, kPlanePadding = 32;
@@ -286,7 +286,7 @@ template <int ROWS> struct LimbScheme {
     template <class Half, class Stream>
     static __device__ __forceinline__ void multiply_as(const Unit<Stream, Fragments> &unit, Sums &sums) {
         unit.for_tiles([&](const TileSlots &slots, const TilePlace &where, int column) {
-            multiply_bytes<Half, ROWS>(slots, where, unit.activations, column, unit.tables, unit.lane, sums.of);
+            multiply_bytes<Half, ROWS, ROLLED>(slots, where, unit.activations, column, unit.tables, unit.lane, sums.of);
         });
         sums.unit = Half::kByteUnit;
     }

@@ -95,7 +95,7 @@ struct E8Half {
         }
     }
 
-    /* For a codebook of 1 ... 127. A byte is negated by complement and + 1, one multiplication for all four of a mask; that
+    /* For a codebook of 1 ... 66. A byte is negated by complement and + 1, one multiplication for all four of a mask; that
      * carries nowhere, as no byte is 0. */
     __device__ __forceinline__ void bytes(int b, const ByteTables &tables, uint32_t (&a)[4]) const {
 #pragma unroll

@@ -131,7 +131,8 @@ COLI_API int coli_cuda_shared_mlp_w4a16(ColiCudaTensor *gate, ColiCudaTensor *up
  * order. 1 to COLI_CUDA_MAX_EXPERTS experts, at least one row each. */
 COLI_API int coli_cuda_expert_group(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups, ColiCudaTensor *const *downs,
                                     const int *rows, int count, float *y, const float *x);
-/* The same; a non-zero `pin_small_batch` forces kernels whose results do not depend on the number of rows. */
+/* The same; a non-zero `pin_small_batch` forces kernels whose results do not depend on the number of rows, as
+ * coli_cuda_require_exact does for all calls. */
 COLI_API int coli_cuda_expert_group_pinned(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups,
                                            ColiCudaTensor *const *downs, const int *rows, int count, float *y,
                                            const float *x, int pin_small_batch);
@@ -196,10 +197,10 @@ COLI_API int coli_cuda_expert_group_dev(ColiCudaTensor *const *gates, ColiCudaTe
 COLI_API int coli_cuda_rotate_rows_dev(int device, float *y_dev, const float *x_dev, int rows, int dim, int inverse,
                                        void *stream);
 
-/* A group whose rows are summed up to those of tokens: y[row_tokens[r]] += row_weights[r] * expert row r, in the order of the
- * rows, for y [tokens, D], which is written whole (zeros where a token has no row). row_tokens_dev and row_weights_dev are
- * in device memory, a value for each of the sum(rows) rows; tokens outside 0 ... tokens - 1 are left out. The workspace is
- * that of coli_cuda_expert_group_combine_workspace. */
+/* A group whose rows are summed up to those of tokens: y[row_tokens[r]] += row_weights[r] * expert row r, in the order of
+ * the rows, for y [tokens, D], which is written whole (zeros where a token has no row). row_tokens_dev and row_weights_dev
+ * are in device memory, a value for each of the sum(rows) rows; tokens outside 0 ... tokens - 1 are left out. The workspace
+ * is that of coli_cuda_expert_group_combine_workspace. */
 COLI_API size_t coli_cuda_expert_group_combine_workspace(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups,
                                                          ColiCudaTensor *const *downs, const int *rows, int count);
 COLI_API int coli_cuda_expert_group_combine_dev(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups,
@@ -210,15 +211,19 @@ COLI_API int coli_cuda_expert_group_combine_dev(ColiCudaTensor *const *gates, Co
 
 /*------   Additions: plans and measurements   ------*/
 
-/* How a group of `experts` experts with `rows` rows each, gate and up [H, D] and down [D, H] in formats[0 ... 2], is computed
- * on a GPU of `capability` (80, 86, 89, 90, 100, 120; 0: the configured or visible `device`): one line a launch. Needs no
- * GPU when capability is given. Returns the length of the whole text, of which `capacity` bytes are stored, terminator
- * included; 0 with an error set. INT4_GROUPED counts as groups of 64. */
+/* How a group of `experts` experts with `rows` rows each, gate and up [H, D] and down [D, H] in formats[0 ... 2], is
+ * computed on a GPU of `capability` (80, 86, 89, 90, 100, 120; 0: the configured or visible `device`): one line a launch.
+ * Needs no GPU when capability is given. Returns the length of the whole text, of which `capacity` bytes are stored,
+ * terminator included; 0 with an error set. INT4_GROUPED counts as groups of 64. */
 COLI_API size_t coli_cuda_plan_text(int device, int capability, const int *formats, int D, int H, int experts, int rows,
                                     char *text, size_t capacity);
 /* Limits what plans may use, for tests: "hopper" (the default: everything the GPU has), "ampere" (tensor cores, no copy
  * engine), "plain" (neither). Process-wide; not to be called while other threads use the library. */
 COLI_API int coli_cuda_limit_path(const char *path);
+/* exact = 1 (the default): experts of more than 16 rows are computed as those of fewer are, with a relative error of 3e-6 at
+ * most; 0: on matrix units with activations rounded to fp16, with about 3e-4 (4e-4 at most), and several times as fast.
+ * Process-wide; not to be called while other threads use the library. coli_cuda_matmul_dev is always exact. */
+COLI_API void coli_cuda_require_exact(int exact);
 /* Ceilings of memory to compare with: a kernel that reads `bytes` at a_dev (kind 0) or copies them to b_dev (kind 1). Both
  * are aligned to 16 bytes, and so is `bytes`. */
 COLI_API int coli_cuda_probe_dev(int device, int kind, const void *a_dev, void *b_dev, size_t bytes, void *stream);

@@ -1,0 +1,80 @@
+#include "dispatch.h"
+
+#include <algorithm>
+
+#include "kernels/prefill.h"
+
+namespace coli {
+
+namespace {
+
+bool exact_required = true;
+
+bool gpu_prefills(const GpuTraits &gpu) {
+    return path_of(gpu) != Path::kPlain;
+}
+
+/* The experts with few rows, or with many. */
+GroupParams part_of(const GroupParams &params, bool many) {
+    GroupParams part = params;
+    part.count = part.max_rows = 0;
+    for (int e = 0; e < params.count; e++) {
+        const ExpertEntry &expert = params.experts[e];
+        if (expert.rows == 0 || (expert.rows > kMaxPassRows) != many) continue;
+        part.experts[part.count++] = expert;
+        part.max_rows = std::max(part.max_rows, expert.rows);
+    }
+    return part;
+}
+
+cudaError_t launch_exact(Context &context, const GroupParams &params, cudaStream_t stream) {
+    return launch_expert_group(params, plan_of(context.gpu, &context.plans, params), stream);
+}
+
+} // namespace
+
+void require_exact(bool exact) {
+    exact_required = exact;
+}
+
+size_t workspace_bytes(int total_rows, int D, int H, int experts) {
+    const size_t prepared = total_rows > kMaxPassRows ? prefill_workspace_bytes(total_rows, std::max(D, H), experts) : 0;
+    return 2 * rows_bytes(total_rows, H) + prepared;
+}
+
+void place_workspace(GroupParams *params, int total_rows, void *workspace) {
+    const size_t floats = rows_bytes(total_rows, params->H) / sizeof(float);
+    params->hidden = static_cast<float *>(workspace);
+    params->rotated = params->hidden + floats;
+    params->prepared = params->rotated + floats;
+}
+
+bool takes_prefill(const GpuTraits &gpu, const GroupParams &params) {
+    if (params.exact || exact_required || params.max_rows <= kMaxPassRows || !gpu_prefills(gpu)) return false;
+    return prefill_supports(part_of(params, true));
+}
+
+cudaError_t launch_group(Context &context, const GroupParams &params, cudaStream_t stream) {
+    if (!takes_prefill(context.gpu, params)) return launch_exact(context, params, stream);
+    const GroupParams many = part_of(params, true), few = part_of(params, false);
+    const PrefillPlan plan = plan_prefill(context.gpu, many);
+    if (!plan.possible) return launch_exact(context, params, stream);
+    const cudaError_t result = few.count ? launch_exact(context, few, stream) : cudaSuccess;
+    return result == cudaSuccess ? launch_prefill_group(many, plan, many.prepared, stream) : result;
+}
+
+size_t product_workspace_bytes(int S, int I) {
+    return S > kMaxPassRows ? prefill_workspace_bytes(S, I, 1) : 0;
+}
+
+cudaError_t launch_product(Context &context, const GroupParams &params, void *workspace, cudaStream_t stream) {
+    const bool prefills = workspace && !exact_required && params.max_rows > kMaxPassRows && gpu_prefills(context.gpu) &&
+                          prefill_supports_down(params);
+    if (prefills) {
+        const PrefillPlan plan = plan_prefill_down(context.gpu, params);
+        if (plan.possible) return launch_prefill_down(params, plan, workspace, stream);
+    }
+    return launch_down(params, plan_of_product(context.gpu, &context.plans, params), stream);
+}
+
+} // namespace coli

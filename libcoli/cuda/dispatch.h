@@ -1,0 +1,30 @@
+/* dispatch.h - groups and products on the device: which experts take which kernels.
+ *
+ * Experts of up to kMaxPassRows rows are computed exactly (kernels/expert.h). Above, where the host does without exactness,
+ * the prefill kernels take over, which round activations to fp16 (kernels/prefill.h), if GPU and formats are theirs. */
+#ifndef COLI_CUDA_DISPATCH_H
+#define COLI_CUDA_DISPATCH_H
+
+#include "group.h"
+
+namespace coli {
+
+/* On from the start. Process-wide; not to be called while products are launched. */
+void require_exact(bool exact);
+
+/* Bytes of the hidden rows, the rotated ones, and what the prefill kernels need for `experts` experts together. */
+size_t workspace_bytes(int total_rows, int D, int H, int experts);
+void place_workspace(GroupParams *params, int total_rows, void *workspace);
+
+/* Whether some of the experts take the prefill kernels. */
+bool takes_prefill(const GpuTraits &gpu, const GroupParams &params);
+
+cudaError_t launch_group(Context &context, const GroupParams &params, cudaStream_t stream);
+
+/* A product alone (product_params). `workspace` has product_workspace_bytes, or is NULL: then it is exact. */
+size_t product_workspace_bytes(int S, int I);
+cudaError_t launch_product(Context &context, const GroupParams &params, void *workspace, cudaStream_t stream);
+
+} // namespace coli
+
+#endif
