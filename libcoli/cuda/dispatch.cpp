@@ -51,6 +51,7 @@ void place_workspace(GroupParams *params, int total_rows, void *workspace) {
 
 bool takes_prefill(const GpuTraits &gpu, const GroupParams &params) {
     if (params.exact || exact_required || params.max_rows <= kMaxPassRows || !gpu_prefills(gpu)) return false;
+    if (params.activation.kind != Activation::kSilu) return false; /* the bounded one magnifies what rounding takes away */
     return prefill_supports(part_of(params, true));
 }
 

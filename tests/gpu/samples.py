@@ -16,8 +16,7 @@ MIXED = [
 ]
 
 EXACT = 3e-6  # relative RMS up to 16 rows
-MANY_ROWS = 3e-4  # beyond, of a product whose activations may be rounded
-MANY_ROWS_GROUP = 4e-4  # of an expert: three such products after each other
+MANY_ROWS = 3e-4  # beyond
 MOST_EXACT_ROWS = 16
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import oracle
 import pytest
-from samples import EXACT, MANY_ROWS, MANY_ROWS_GROUP, MIXED, MOST_EXACT_ROWS, ON_GPU, gaussian, limit, random_expert
+from samples import EXACT, MANY_ROWS, MIXED, MOST_EXACT_ROWS, ON_GPU, gaussian, limit, random_expert
 
 ROWS = [1, 2, 3, 5, 9, 16, 17, 33]
 SHAPES = [(64, 512), (37, 555)]  # whole pairs of strips and whole slices; neither
@@ -101,7 +101,7 @@ def test_experts(gpu, rng, formats):
         y = np.split(gpu.group(tensors, rows, x), np.cumsum(rows)[:-1])
         for count, actual, right in zip(rows, y, expected, strict=True):
             error = oracle.relative_rms(actual, right)
-            assert error <= (EXACT if exact or count <= MOST_EXACT_ROWS else MANY_ROWS_GROUP), (
+            assert error <= (EXACT if exact or count <= MOST_EXACT_ROWS else MANY_ROWS), (
                 f"{count} rows: relative error {error:.3g}"
             )
 

@@ -9,7 +9,7 @@ import oracle
 import pytest
 from abi import ffi, floats, pointer, tensor_array
 from device_memory import DeviceMemory
-from samples import EXACT, MANY_ROWS_GROUP, gaussian, random_expert
+from samples import EXACT, MANY_ROWS, gaussian, random_expert
 
 ONE_PRODUCT = 2e-4  # relative RMS: there is one rounding of activations, in groups two
 
@@ -50,7 +50,7 @@ def make_group(gpu, rng, formats, D, H, rows):
     return experts, [gpu.upload_expert(expert) for expert in experts], gaussian(rng, sum(rows), D)
 
 
-def check_group(y, experts, rows, x, most=MANY_ROWS_GROUP):
+def check_group(y, experts, rows, x, most=MANY_ROWS):
     """Returns the error."""
     expected = [oracle.expert(part, *expert) for part, expert in zip(split(rows, x), experts, strict=True)]
     error = oracle.relative_rms(y, np.concatenate(expected))
@@ -148,7 +148,7 @@ def test_bounded_activation(gpu, rng, path):
     x, y = gaussian(rng, S, D), np.empty((S, D), np.float32)
     gpu.check(gpu.lib.coli_cuda_expert_mxfp4(floats(y), floats(x), *parts, S, D, H, b1, b2))
     error = oracle.relative_rms(y, oracle.expert_mxfp4(x, *expert, b1, b2))
-    assert error <= MANY_ROWS_GROUP, f"relative error {error:.3g}"
+    assert error <= MANY_ROWS, f"relative error {error:.3g}"
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])

@@ -221,7 +221,7 @@ COLI_API size_t coli_cuda_plan_text(int device, int capability, const int *forma
  * engine), "plain" (neither). Process-wide; not to be called while other threads use the library. */
 COLI_API int coli_cuda_limit_path(const char *path);
 /* exact = 1 (the default): experts of more than 16 rows are computed as those of fewer are, with a relative error of 3e-6
- * at most; 0: on matrix units with activations rounded to fp16, with about 3e-4 (4e-4 at most), and several times as fast.
+ * at most; 0: on matrix units with activations rounded to fp16, with 3e-4 at most, and several times as fast.
  * Process-wide; not to be called while other threads use the library. coli_cuda_matmul_dev is always exact. */
 COLI_API void coli_cuda_require_exact(int exact);
 /* Ceilings of memory to compare with: a kernel that reads `bytes` at a_dev (kind 0) or copies them to b_dev (kind 1). Both
