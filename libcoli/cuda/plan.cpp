@@ -24,7 +24,7 @@ struct Slots {
 
 /* Kernels for any format start at four rows. */
 int pass_rows_for(const GpuTraits &gpu, const ProductTask &task, bool limbs_only) {
-    const int most = most_pass_rows(gpu.capability, task.path, limbs_only);
+    const int most = most_pass_rows(gpu.capability, task.path);
     int rows = limbs_only ? 1 : 4;
     while (rows < most && rows < task.rows) rows *= 2;
     return rows;
@@ -188,7 +188,7 @@ std::vector<ProductPlan> all_variants(const GpuTraits &gpu) {
         if (path != Path::kPlain && gpu.capability < (path == Path::kHopper ? 90 : 80)) continue;
         for (bool limbs_only : {false, true}) {
             if (limbs_only && path == Path::kPlain) continue;
-            for (int rows = limbs_only ? 1 : 4; rows <= most_pass_rows(gpu.capability, path, limbs_only); rows *= 2) {
+            for (int rows = limbs_only ? 1 : 4; rows <= most_pass_rows(gpu.capability, path); rows *= 2) {
                 ProductPlan plan{};
                 plan.path = path, plan.limbs_only = limbs_only, plan.pass_rows = rows;
                 variants.push_back(plan);

@@ -43,12 +43,12 @@ bool path_named(const char *name, Path *path);
 /* What fits the registers of a GPU: threads of a block at most, and activation rows of a pass. Many rows, kernels for any
  * format, and copies by threads leave room for fewer threads; the compiler needs more registers for newer GPUs. */
 COLI_FN constexpr int product_threads(int capability, Path path, int pass_rows, bool limbs_only) {
-    if (limbs_only) return pass_rows <= 8 ? 384 : 256;
+    if (limbs_only) return pass_rows <= (path == Path::kHopper ? 8 : 2) ? 384 : 256;
     return capability == 90 && path == Path::kHopper && pass_rows <= 4 ? 384 : 256;
 }
-COLI_FN constexpr int most_pass_rows(int capability, Path path, bool limbs_only) {
+COLI_FN constexpr int most_pass_rows(int capability, Path path) {
     if (path == Path::kPlain || capability >= 120) return 4;
-    return path == Path::kAmpere && !limbs_only ? 8 : 16;
+    return path == Path::kAmpere ? 8 : 16;
 }
 
 /* The best path of a GPU, or what limit_path says where that is less: a Hopper GPU can take all of them. */

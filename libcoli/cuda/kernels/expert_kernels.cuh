@@ -116,7 +116,8 @@ template <class OnPath, int ROWS, bool LIMBS_ONLY, class Store>
 __device__ void multiply_in_scheme(Share &share, const RowSource &source, int rows, const ProductPlan &plan,
                                    const DeviceTables &tables, Store store) {
     /* where registers run out otherwise */
-    constexpr bool kRolled = kCompiledFor >= 100 || !LIMBS_ONLY || ROWS == 8 || (ROWS > 8 && !OnPath::kCopyEngine);
+    constexpr int kMostUnrolled = OnPath::kCopyEngine ? 16 : 2;
+    constexpr bool kRolled = kCompiledFor >= 100 || !LIMBS_ONLY || ROWS == 8 || ROWS > kMostUnrolled;
     if constexpr (LIMBS_ONLY) {
         multiply_expert<OnPath, LimbScheme<ROWS, kRolled>, ROWS>(share, source, rows, plan, tables, store);
     } else if (OnPath::kTensorCores && multiplies_bytes(*share.first_matrix) && multiplies_bytes(*share.second_matrix)) {
@@ -143,14 +144,14 @@ __device__ inline RowSource source_of_expert(const GroupParams &p, const Product
 }
 
 /* Whether a plan for the GPU at hand may be this kernel. */
-template <class OnPath> __device__ constexpr bool taken_by_plans(int rows, bool limbs_only) {
-    return rows <= most_pass_rows(kCompiledFor, OnPath::kPath, limbs_only) && (kCompiledFor >= 90 || !OnPath::kCopyEngine);
+template <class OnPath> __device__ constexpr bool taken_by_plans(int rows) {
+    return rows <= most_pass_rows(kCompiledFor, OnPath::kPath) && (kCompiledFor >= 90 || !OnPath::kCopyEngine);
 }
 
 template <class OnPath, int ROWS, bool LIMBS_ONLY>
 __global__ void __launch_bounds__(product_threads(kCompiledFor, OnPath::kPath, ROWS, LIMBS_ONLY), 1)
     expert_product(const __grid_constant__ GroupParams p, const __grid_constant__ ProductPlan plan) {
-    if (!taken_by_plans<OnPath>(ROWS, LIMBS_ONLY)) return; /* nothing more to compile */
+    if (!taken_by_plans<OnPath>(ROWS)) return; /* nothing more to compile */
     dependency_trigger();
     const ExpertEntry &expert = p.experts[blockIdx.y];
     if (expert.rows == 0) return;
