@@ -83,7 +83,6 @@ __device__ void multiply_expert(Share &share, const RowSource &source, int rows,
     const ProductMemory memory = product_memory<Scheme>(plan, dynamic_shared(), warp);
     const ByteTables tables{codebook_of(memory.codebook, lane), device_tables.fp8};
     typename OnPath::Ring ring(memory.ring, lane);
-    __syncthreads(); /* its barriers exist */
 
     for (int first = 0; first < rows; first += ROWS) {
         share.rows = min(ROWS, rows - first);

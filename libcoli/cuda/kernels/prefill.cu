@@ -74,7 +74,7 @@ template <int N> class MmaUnit {
     __device__ __forceinline__ MmaUnit(const uint8_t *tokens, int lane)
         : row_(tokens + lane / 4 * kTokenBytes + lane % 4 * 4), place_(lane / 4) {}
     /* Keeps the compiler from loading tokens long before it has registers for them. */
-    __device__ __forceinline__ void begin() const { __syncwarp(); }
+    __device__ __forceinline__ void begin() const { compiler_fence(); }
     __device__ __forceinline__ void multiply(float (&chunk)[N / 8][4], const uint32_t (&a)[4], int step, bool add) const {
         const uint8_t *block = row_ + step / 4 * N * kTokenBytes;
         const int first = (2 * (step % 4) ^ place_) * kPieceBytes, second = first ^ kPieceBytes;
@@ -86,7 +86,7 @@ template <int N> class MmaUnit {
                          *reinterpret_cast<const uint32_t *>(row + second));
         }
     }
-    __device__ __forceinline__ void end() const { __syncwarp(); }
+    __device__ __forceinline__ void end() const { compiler_fence(); }
     template <int GROUPS> __device__ __forceinline__ void wait() const {}
     __device__ __forceinline__ void settle(float (&)[N / 8][4]) const {}
 
@@ -148,7 +148,6 @@ __global__ void __launch_bounds__(kPrefillWarps *kWarp, 1)
     dependency_wait();
     AsyncStages stages(job, shared + plan.ring_offset, warp, lane);
     const KernelTables tables{codebook_of(reinterpret_cast<const uint2 *>(shared), lane), p.tables->fp8};
-    __syncthreads();
     multiply_items<MmaUnit, kMaxMmaTokenTile>(job, stages, tables, warp, lane);
 }
 

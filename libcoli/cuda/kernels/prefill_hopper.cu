@@ -88,7 +88,6 @@ __device__ void fill_stages(const PrefillJob &job, const Ring &ring, int lane) {
     for (StageWalk walk(job); !walk.done(); walk.next(), position.advance()) {
         barrier_wait(position.emptied(), position.phase() ^ 1);
         if (lane == 0) barrier_expect(position.filled(), walk.bytes());
-        __syncwarp();
         for (int i = lane; i < walk.pieces(); i += kWarp) {
             const StagePiece piece = walk.piece(i);
             if (piece.once)

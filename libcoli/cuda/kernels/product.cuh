@@ -347,7 +347,8 @@ __device__ inline void add_partials(const float *partials, float *totals, int pa
 }
 
 /* All products of the share into memory.totals; a barrier must follow before they are read. split_chunk(first, count) puts
- * slices first ... into memory.activations, called by all threads, which have a barrier before it and another one after. */
+ * slices first ... into memory.activations, called by all threads; the last ones were read before the last round's barrier.
+ */
 template <class Scheme, class Stream, class SplitChunk>
 __device__ void multiply_share(Stream &stream, const Share &share, const ProductPlan &plan, const ProductMemory &memory,
                                const ByteTables &tables, SplitChunk split_chunk) {
@@ -356,7 +357,6 @@ __device__ void multiply_share(Stream &stream, const Share &share, const Product
     int buffer = 0; /* offset of the partials that this round fills */
     for (int first = 0; first < slices; first += plan.chunk_slices) {
         const int count = min(plan.chunk_slices, slices - first);
-        if (first > 0) __syncthreads(); /* the last chunk's activations were read */
         split_chunk(first, count);
         __syncthreads();
         for (int matrix = 0; matrix < share.matrix_count; matrix++) {

@@ -31,8 +31,7 @@ class BulkRing {
         if (lane == 0) {
             for (int i = 0; i < memory.stages; i++) barrier_init(memory.barriers + i, 1);
             barrier_init_fence();
-        }
-        __syncwarp();
+        } /* a barrier of the block follows before others wait on them */
     }
     /* Fills the next slot; at most `stages` are filled and not released. */
     __device__ __forceinline__ void push(const TilePair &tiles) {
@@ -86,7 +85,6 @@ class AsyncRing {
         return memory_.slots + tail_ * memory_.slot_bytes;
     }
     __device__ __forceinline__ void pop() {
-        __syncwarp();
         tail_ = tail_ + 1 == memory_.stages ? 0 : tail_ + 1;
         pending_--;
     }
@@ -109,14 +107,8 @@ class PlainRing {
         }
         head_ = head_ + 1 == memory_.stages ? 0 : head_ + 1;
     }
-    __device__ __forceinline__ const uint8_t *front() {
-        __syncwarp();
-        return memory_.slots + tail_ * memory_.slot_bytes;
-    }
-    __device__ __forceinline__ void pop() {
-        __syncwarp();
-        tail_ = tail_ + 1 == memory_.stages ? 0 : tail_ + 1;
-    }
+    __device__ __forceinline__ const uint8_t *front() { return memory_.slots + tail_ * memory_.slot_bytes; }
+    __device__ __forceinline__ void pop() { tail_ = tail_ + 1 == memory_.stages ? 0 : tail_ + 1; }
 
   private:
     RingMemory memory_;

@@ -26,6 +26,14 @@ __device__ __forceinline__ uint32_t shift_left_alu(uint32_t x, int bits) {
     return __funnelshift_l(0u, x, bits);
 }
 
+/* Keeps the compiler from moving loads across, when it would run out of registers by it; threads need no order here. Of
+ * what does that, this is the cheapest that it heeds. */
+__device__ __forceinline__ void compiler_fence() {
+#if !defined(COLI_SIMT)
+    __syncwarp();
+#endif
+}
+
 /* The same value, of which the compiler no longer knows how it was computed: it keeps it rather than compute it again. */
 __device__ __forceinline__ int keep(int value) {
 #if !defined(COLI_SIMT)
