@@ -373,6 +373,17 @@ class Encoded:
             return _decode_integers(self.fmt, self.data, self.scales, self.shape, dtype)
 
 
+def random_bytes(rng, fmt, shape):
+    """A matrix of which every bit may be set, those that pad its rows too; infinities and NaN occur."""
+    data = rng.integers(0, 256, shape[0] * row_bytes(fmt, shape[1]), dtype=np.uint8)
+    scales = None
+    if layout := scale_layout(fmt, shape):
+        scale_shape, dtype = layout
+        size = int(np.prod(scale_shape)) * np.dtype(dtype).itemsize
+        scales = rng.integers(0, 256, size, dtype=np.uint8).view(dtype).reshape(scale_shape)
+    return Encoded(fmt, shape, data, scales)
+
+
 def random_encoded(rng, fmt, shape, magnitude=1.0, codebook=CODEBOOK):
     """A matrix of random bytes whose weights are finite and about `magnitude`; every code of the format may occur."""
     rows, columns = shape

@@ -31,14 +31,7 @@ def any_bytes(draw, names=format_names):
     """A matrix of uniformly random bytes, scales included: every bit pattern may occur, infinities and NaN too."""
     fmt = draw(names)
     shape = draw(ROWS), draw(COLUMNS)
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    data = rng.integers(0, 256, shape[0] * oracle.row_bytes(fmt, shape[1]), dtype=np.uint8)
-    scales = None
-    if layout := oracle.scale_layout(fmt, shape):
-        scale_shape, dtype = layout
-        count = int(np.prod(scale_shape)) * np.dtype(dtype).itemsize
-        scales = rng.integers(0, 256, count, dtype=np.uint8).view(dtype).reshape(scale_shape)
-    return oracle.Encoded(fmt, shape, data, scales)
+    return oracle.random_bytes(np.random.default_rng(draw(st.integers(0, 2**32 - 1))), fmt, shape)
 
 
 @st.composite

@@ -244,8 +244,7 @@ def with_constant(name, value):
 # Every kernel walks over its rows, as it does when there are more than a grid holds.
 ONE_BLOCK_FOR_ALL_ROWS = {
     "cuda/plan.h": with_constant("kMaxGrid", 1),
-    "cuda/kernels/combine.cu": with_constant("kMostTokens", 1),
-    "cuda/kernels/prefill.cu": lambda text: text.replace("std::min(params.max_rows, 4096)", "1"),
+    "cuda/kernels/prefill.cu": with_constant("kMostPrepareBlocks", 1),
 }
 
 

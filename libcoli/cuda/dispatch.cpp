@@ -2,16 +2,15 @@
 
 #include <algorithm>
 
-#include "kernels/prefill.h"
-
 namespace coli {
 
 namespace {
 
 bool exact_required = true;
 
-bool gpu_prefills(const GpuTraits &gpu) {
-    return path_of(gpu) != Path::kPlain;
+/* Whether the prefill kernels may compute so many rows: they round activations, and need tensor cores. */
+bool may_prefill(const GpuTraits &gpu, const GroupParams &params) {
+    return !exact_required && params.max_rows > kMaxPassRows && path_of(gpu) != Path::kPlain;
 }
 
 /* The experts with few rows, or with many. */
@@ -49,17 +48,20 @@ void place_workspace(GroupParams *params, int total_rows, void *workspace) {
     params->prepared = params->rotated + floats;
 }
 
-bool takes_prefill(const GpuTraits &gpu, const GroupParams &params) {
-    if (params.exact || exact_required || params.max_rows <= kMaxPassRows || !gpu_prefills(gpu)) return false;
+bool plan_prefill_part(const GpuTraits &gpu, const GroupParams &params, GroupParams *part, PrefillPlan *plan) {
+    if (params.exact || !may_prefill(gpu, params)) return false;
     if (params.activation.kind != Activation::kSilu) return false; /* the bounded one magnifies what rounding takes away */
-    return prefill_supports(part_of(params, true));
+    *part = part_of(params, true);
+    if (!prefill_supports(*part)) return false;
+    *plan = plan_prefill(gpu, *part);
+    return plan->possible;
 }
 
 cudaError_t launch_group(Context &context, const GroupParams &params, cudaStream_t stream) {
-    if (!takes_prefill(context.gpu, params)) return launch_exact(context, params, stream);
-    const GroupParams many = part_of(params, true), few = part_of(params, false);
-    const PrefillPlan plan = plan_prefill(context.gpu, many);
-    if (!plan.possible) return launch_exact(context, params, stream);
+    GroupParams many;
+    PrefillPlan plan;
+    if (!plan_prefill_part(context.gpu, params, &many, &plan)) return launch_exact(context, params, stream);
+    const GroupParams few = part_of(params, false);
     const cudaError_t result = few.count ? launch_exact(context, few, stream) : cudaSuccess;
     return result == cudaSuccess ? launch_prefill_group(many, plan, many.prepared, stream) : result;
 }
@@ -69,13 +71,11 @@ size_t product_workspace_bytes(int S, int I) {
 }
 
 cudaError_t launch_product(Context &context, const GroupParams &params, void *workspace, cudaStream_t stream) {
-    const bool prefills = workspace && !exact_required && params.max_rows > kMaxPassRows && gpu_prefills(context.gpu) &&
-                          prefill_supports_down(params);
-    if (prefills) {
+    if (workspace && may_prefill(context.gpu, params) && prefill_supports_down(params)) {
         const PrefillPlan plan = plan_prefill_down(context.gpu, params);
         if (plan.possible) return launch_prefill_down(params, plan, workspace, stream);
     }
-    return launch_down(params, plan_of_product(context.gpu, &context.plans, params), stream);
+    return launch_expert_product(params, plan_of_product(context.gpu, &context.plans, params), stream);
 }
 
 } // namespace coli

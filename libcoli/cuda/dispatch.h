@@ -6,6 +6,7 @@
 #define COLI_CUDA_DISPATCH_H
 
 #include "group.h"
+#include "kernels/prefill.h"
 
 namespace coli {
 
@@ -16,8 +17,8 @@ void require_exact(bool exact);
 size_t workspace_bytes(int total_rows, int D, int H, int experts);
 void place_workspace(GroupParams *params, int total_rows, void *workspace);
 
-/* Whether some of the experts take the prefill kernels. */
-bool takes_prefill(const GpuTraits &gpu, const GroupParams &params);
+/* The experts of a group that take the prefill kernels, and how; false when none do. */
+bool plan_prefill_part(const GpuTraits &gpu, const GroupParams &params, GroupParams *part, PrefillPlan *plan);
 
 cudaError_t launch_group(Context &context, const GroupParams &params, cudaStream_t stream);
 

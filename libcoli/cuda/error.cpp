@@ -87,6 +87,14 @@ bool count_visible_devices(int *count) {
     return fail(COLI_E_NO_DEVICE, "no device: %s (%s)", cudaGetErrorName(result), cudaGetErrorString(result));
 }
 
+bool device_visible(int device) {
+    int visible = 0;
+    COLI_FORWARD(count_visible_devices(&visible));
+    COLI_REFUSE_IF(device < 0 || device >= visible, COLI_E_NO_DEVICE, "device %d is not there, expected 0 to %d", device,
+                   visible - 1);
+    return true;
+}
+
 coli_status last_status() {
     return error_status;
 }

@@ -21,6 +21,8 @@ inline void ignore(cudaError_t result) {
 
 /* Visible devices; false with the reason (no driver, driver too old, no GPU) when there are none. */
 bool count_visible_devices(int *count);
+/* Whether `device` is one of them; if not, fails with the reason. */
+bool device_visible(int device);
 
 coli_status last_status();
 const char *last_error();

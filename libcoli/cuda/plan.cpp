@@ -32,8 +32,9 @@ int pass_rows_for(const GpuTraits &gpu, const ProductTask &task, bool limbs_only
 
 /* Bytes of an activation row of `columns` in shared memory. */
 size_t parts_bytes(const ProductTask &task, Path path, int columns) {
-    const size_t halves = task.halves || path == Path::kPlain ? 2 * (2 * static_cast<size_t>(columns) + 64) : 0;
-    const size_t limbs = task.bytes ? 3 * (static_cast<size_t>(columns) + 32) : 0;
+    const size_t halves =
+        task.halves || path == Path::kPlain ? HalfPlanes::kPlanes * plane_bytes<HalfPlanes, size_t>(columns) : 0;
+    const size_t limbs = task.bytes ? LimbPlanes::kPlanes * plane_bytes<LimbPlanes, size_t>(columns) : 0;
     return std::max(halves, limbs);
 }
 
@@ -112,10 +113,6 @@ bool fill(const GpuTraits &gpu, const ProductTask &task, ProductPlan &plan) {
     return false;
 }
 
-} // namespace
-
-namespace {
-
 constexpr const char *kPathNames[] = {"plain", "ampere", "hopper"};
 Path most_path = Path::kHopper;
 
@@ -159,16 +156,18 @@ ProductPlan plan_product(const GpuTraits &gpu, const ProductTask &task) {
     ProductPlan best{};
     int best_cost = 0;
     const int pairs = coli_ceil_div(task.O, kPairRows);
-    for (int waves = 1; waves <= 4; waves++) {
+    /* Outputs of a block's share stay in shared memory: what is too large for four waves takes the fewest that fit. */
+    const long long most_waves = 1LL * pairs * task.experts / gpu.multiprocessors + 1;
+    for (long long waves = 1; waves <= 4 || (best_cost == 0 && waves <= most_waves); waves++) {
         ProductPlan plan{};
         plan.path = task.path;
         plan.gate_up = task.matrices == 2;
         plan.limbs_only = plan.path != Path::kPlain && !task.halves;
         plan.pass_rows = pass_rows_for(gpu, task, plan.limbs_only);
         plan.codebook = task.codebook;
-        plan.blocks = std::clamp(waves * gpu.multiprocessors / task.experts, 1, pairs);
-        for (plan.warps = product_threads(gpu.capability, plan.path, plan.pass_rows, plan.limbs_only) / 32; plan.warps >= 1;
-             plan.warps -= plan.warps > 2 ? 2 : 1) {
+        plan.blocks = static_cast<int>(std::clamp<long long>(waves * gpu.multiprocessors / task.experts, 1, pairs));
+        for (plan.warps = product_threads(gpu.capability, plan.path, plan.pass_rows, plan.limbs_only) / kWarp;
+             plan.warps >= 1; plan.warps -= plan.warps > 2 ? 2 : 1) {
             for (const Slots slots : {Slots{2, 2}, Slots{1, 3}, Slots{1, 2}, Slots{1, 1}}) {
                 ProductPlan filled = plan;
                 filled.stages = slots.stages;

@@ -9,12 +9,24 @@
 
 namespace coli {
 
+constexpr int kWarp = 32;
 /* Columns that are summed up together, and whose activations share a power of two (kernels/activations.cuh). It is part of
  * what a result's bits depend on; nothing else here is. */
 constexpr int kSliceColumns = 512;
 constexpr int kSliceTiles = kSliceColumns / kTileColumns;
 /* Weight rows that a warp multiplies at a time: a pair of strips. */
 constexpr int kPairRows = 2 * kStripRows;
+/* An activation row in shared memory, as planes: two fp16 parts (kernels/activations.cuh), or three limbs of a byte
+ * (kernels/limbs.cuh). What a plane is longer than its columns lets neighbouring planes meet in no bank. */
+struct HalfPlanes {
+    static constexpr int kPlanes = 2, kColumnBytes = 2, kPadding = 64;
+};
+struct LimbPlanes {
+    static constexpr int kPlanes = 3, kColumnBytes = 1, kPadding = 32;
+};
+template <class Planes, class Size> COLI_FN constexpr Size plane_bytes(Size columns) {
+    return columns * Planes::kColumnBytes + Planes::kPadding;
+}
 /* Activation rows that share one decode of the weights, at most. */
 constexpr int kMaxPassRows = 16;
 /* Shared memory for the place of a warp in its work. */

@@ -1,5 +1,8 @@
 """Calls that this library adds for engines and for measurements: sums over tokens, plans in words, limits, probes."""
 
+import itertools
+import re
+
 import numpy as np
 import oracle
 import pytest
@@ -217,6 +220,22 @@ def test_plans_of_many_rows(limits):
         assert "prefill" not in "".join(plan_lines(limits, rows=64))
     limits.require_exact(0)
     assert "prefill" in plan_lines(limits, rows=64)[0]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("fmt", ON_GPU)
+def test_every_shape_has_a_plan(limits, fmt, capability):
+    """The outputs of a block's share must fit shared memory, whatever the number of experts and rows."""
+    limits.require_exact(True)
+    for shape in ((6144, 2048), (16384, 53248), (8192, 128256), (128256, 8192)):
+        for experts, rows in itertools.product((1, 8, 64), (1, 4, 16, 100)):
+            lines = plan_lines(
+                limits, capability=capability, formats=(fmt,) * 3, shape=shape, experts=experts, rows=rows
+            )
+            launches = [re.search(r"grid (\d+) x .* (\d+) warps, .* (\d+) bytes shared", line) for line in lines]
+            sizes = [[int(number) for number in launch.groups()] for launch in launches if launch]
+            assert len(sizes) == 2
+            assert all(min(size) > 0 for size in sizes), lines
 
 
 def test_plan_of_a_device(gpu):

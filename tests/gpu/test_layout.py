@@ -36,17 +36,6 @@ SEVERAL_CHUNKS = {
 }
 
 
-def random_bytes(rng, fmt, shape):
-    """A matrix of which every bit may be set, those that pad its rows too."""
-    data = rng.integers(0, 256, shape[0] * oracle.row_bytes(fmt, shape[1]), dtype=np.uint8)
-    scales = None
-    if layout := oracle.scale_layout(fmt, shape):
-        scale_shape, dtype = layout
-        size = int(np.prod(scale_shape)) * np.dtype(dtype).itemsize
-        scales = rng.integers(0, 256, size, dtype=np.uint8).view(dtype).reshape(scale_shape)
-    return oracle.Encoded(fmt, shape, data, scales)
-
-
 def check_contents(gpu, tensor, matrix):
     data, scales = gpu.download(tensor, matrix)
     assert data.tobytes() == matrix.data.tobytes()
@@ -69,10 +58,10 @@ def several_chunks():
 )
 def test_any_matrix_comes_back(gpu, fmt, rows, columns, seed):
     rng = np.random.default_rng(seed)
-    matrix = random_bytes(rng, fmt, (rows, columns))
+    matrix = oracle.random_bytes(rng, fmt, (rows, columns))
     tensor = gpu.upload(matrix)
     check_contents(gpu, tensor, matrix)
-    other = random_bytes(rng, fmt, (rows, columns))
+    other = oracle.random_bytes(rng, fmt, (rows, columns))
     gpu.update(tensor, other)
     check_contents(gpu, tensor, other)
     gpu.free(tensor)
@@ -81,13 +70,13 @@ def test_any_matrix_comes_back(gpu, fmt, rows, columns, seed):
 @pytest.mark.parametrize("shape", [(1, 1), (16, 256), (17, 257), (130, 513)])
 @pytest.mark.parametrize("fmt", FORMATS + GROUPED)
 def test_every_format_comes_back(gpu, rng, fmt, shape):
-    matrix = random_bytes(rng, fmt, shape)
+    matrix = oracle.random_bytes(rng, fmt, shape)
     check_contents(gpu, gpu.upload(matrix), matrix)
 
 
 @pytest.mark.parametrize(("fmt", "shape"), several_chunks())
 def test_several_chunks(gpu, rng, fmt, shape):
-    old, new = random_bytes(rng, fmt, shape), random_bytes(rng, fmt, shape)
+    old, new = oracle.random_bytes(rng, fmt, shape), oracle.random_bytes(rng, fmt, shape)
     tensor = gpu.upload(old)
     other = gpu.upload(new)  # passes through the same memory as the first
     check_contents(gpu, tensor, old)
@@ -109,13 +98,13 @@ def test_scales_that_chunks_share(gpu, rng, fmt, shape):
 
 def test_more_chunks_than_slots(gpu, rng):
     """18 MB, so that every slot is used again."""
-    matrix = random_bytes(rng, "f32", (512, 9001))
+    matrix = oracle.random_bytes(rng, "f32", (512, 9001))
     check_contents(gpu, gpu.upload(matrix), matrix)
 
 
 @pytest.mark.parametrize("fmt", ["int8", "mxfp4"])
 def test_memory_of_any_alignment(gpu, rng, fmt):
-    matrix = random_bytes(rng, fmt, (37, 301))
+    matrix = oracle.random_bytes(rng, fmt, (37, 301))
     shifted = np.empty(matrix.data.size + 1, np.uint8)[1:]
     shifted[:] = matrix.data
     tensor = gpu.upload(oracle.Encoded(fmt, matrix.shape, shifted, matrix.scales))
@@ -124,7 +113,7 @@ def test_memory_of_any_alignment(gpu, rng, fmt):
 
 @pytest.mark.parametrize("fmt", ["mxfp4", "fp8-e4m3-b128", "int4-g64", "int4-g5", "e8"])
 def test_weights_come_back_alone(gpu, rng, fmt):
-    matrix = random_bytes(rng, fmt, (37, 301))
+    matrix = oracle.random_bytes(rng, fmt, (37, 301))
     tensor = gpu.upload(matrix)
     check_contents(gpu, tensor, oracle.Encoded(fmt, matrix.shape, matrix.data))
 
@@ -161,7 +150,7 @@ def pinned_like(gpu, simulator):
 @pytest.mark.parametrize(("fmt", "shape"), several_chunks())
 def test_pinned_memory(gpu, rng, pinned_like, fmt, shape):
     """It goes to the device and comes back without another copy on the host."""
-    matrix = random_bytes(rng, fmt, shape)
+    matrix = oracle.random_bytes(rng, fmt, shape)
     scales = None if matrix.scales is None else pinned_like(matrix.scales)
     tensor = gpu.upload(oracle.Encoded(fmt, shape, pinned_like(matrix.data), scales))
     check_contents(gpu, tensor, matrix)
@@ -177,7 +166,7 @@ def test_pinned_memory(gpu, rng, pinned_like, fmt, shape):
 
 
 def test_e8_takes_98_bytes_for_256_weights(gpu, rng, simulator):
-    matrix = random_bytes(rng, "e8", (2048, 6144))
+    matrix = oracle.random_bytes(rng, "e8", (2048, 6144))
     gpu.free(gpu.upload(matrix))
     before = simulator and simulator.live()[1]
     tensor = gpu.upload(matrix)
@@ -190,7 +179,7 @@ def test_e8_takes_98_bytes_for_256_weights(gpu, rng, simulator):
 def test_only_the_first_upload_allocates_staging(gpu, rng, simulator):
     if not simulator:
         pytest.skip("counts calls of the simulated runtime")
-    matrix = random_bytes(rng, "int8", (1300, 1001))
+    matrix = oracle.random_bytes(rng, "int8", (1300, 1001))
     before = simulator.live()[1]
     tensor = gpu.upload(matrix)
     assert simulator.live()[1] - before - gpu.lib.coli_cuda_tensor_vram(tensor) <= 32 << 20
@@ -207,9 +196,9 @@ def test_only_the_first_upload_allocates_staging(gpu, rng, simulator):
 @pytest.mark.parametrize("call", [b"cudaMemcpyAsync", b"launch", b"cudaEventRecord", b"cudaEventSynchronize"])
 @pytest.mark.parametrize("shape", [(1300, 3001), (2, 2_000_001)])
 def test_an_update_that_fails_half_way(gpu, rng, faults, shape, call):
-    old, new = random_bytes(rng, "mxfp4", shape), random_bytes(rng, "mxfp4", shape)
+    old, new = oracle.random_bytes(rng, "mxfp4", shape), oracle.random_bytes(rng, "mxfp4", shape)
     if call == b"cudaEventSynchronize":
-        old, new = (random_bytes(rng, "int8", (1300, 4001)) for _ in range(2))
+        old, new = (oracle.random_bytes(rng, "int8", (1300, 4001)) for _ in range(2))
     tensor = gpu.upload(old)
     faults.fail(call, 1 if call == b"cudaEventSynchronize" else 3)
     with pytest.raises(Refused) as refused:
@@ -223,7 +212,7 @@ def test_an_update_that_fails_half_way(gpu, rng, faults, shape, call):
 
 
 def test_an_upload_that_fails_half_way_keeps_nothing(gpu, rng, faults):
-    matrix = random_bytes(rng, "e8", (700, 2333))
+    matrix = oracle.random_bytes(rng, "e8", (700, 2333))
     gpu.free(gpu.upload(matrix))
     live = faults.live()
     faults.fail(b"cudaMemcpyAsync", 2)
@@ -235,7 +224,7 @@ def test_an_upload_that_fails_half_way_keeps_nothing(gpu, rng, faults):
 
 @pytest.mark.parametrize("call", [b"cudaMemcpyAsync", b"launch", b"cudaEventSynchronize"])
 def test_a_download_that_fails_half_way(gpu, rng, faults, call):
-    matrix = random_bytes(rng, "int8", (1300, 1001))
+    matrix = oracle.random_bytes(rng, "int8", (1300, 1001))
     tensor = gpu.upload(matrix)
     faults.fail(call, 2)
     with pytest.raises(Refused):
@@ -247,7 +236,7 @@ def test_a_download_that_fails_half_way(gpu, rng, faults, call):
 
 
 def test_two_devices_at_once(two_gpus, rng):
-    matrices = [random_bytes(rng, "int8", (1300, 1001)) for _ in range(2)]
+    matrices = [oracle.random_bytes(rng, "int8", (1300, 1001)) for _ in range(2)]
 
     def there_and_back(device):
         for _ in range(3):
@@ -268,7 +257,7 @@ def test_shutdown_ends_the_copy_threads(gpu, rng, simulator):
 
     before = threads()
     for _ in range(2):
-        gpu.upload(random_bytes(rng, "int8", (1300, 1001)))
+        gpu.upload(oracle.random_bytes(rng, "int8", (1300, 1001)))
         assert len(threads() - before) <= 8
         gpu.shutdown()
         gpu.init(0)
@@ -282,7 +271,7 @@ def test_shutdown_ends_the_copy_threads(gpu, rng, simulator):
 def test_a_fork_starts_its_own(gpu, rng, simulator):
     if not simulator:
         pytest.skip("a real device is lost to a fork")
-    matrix = random_bytes(rng, "int8", (1300, 1001))
+    matrix = oracle.random_bytes(rng, "int8", (1300, 1001))
     gpu.upload(matrix)
     child = os.fork()
     if child == 0:

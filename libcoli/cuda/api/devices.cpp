@@ -8,14 +8,6 @@ using namespace coli;
 
 namespace {
 
-bool device_visible(int device) {
-    int visible = 0;
-    COLI_FORWARD(count_visible_devices(&visible));
-    COLI_REFUSE_IF(device < 0 || device >= visible, COLI_E_NO_DEVICE, "device %d is not there, expected 0 to %d", device,
-                   visible - 1);
-    return true;
-}
-
 bool device_list_valid(const int *devices, int count) {
     COLI_REFUSE_IF(!devices, COLI_E_ARGUMENT, "the device list is NULL");
     COLI_REFUSE_IF(count < 1 || count > COLI_CUDA_MAX_DEVICES, COLI_E_ARGUMENT, "a list of %d devices, expected 1 to %d",

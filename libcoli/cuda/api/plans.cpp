@@ -1,9 +1,7 @@
 /* api/plans.cpp - plans in words, limits of plans, ceilings of memory: entry points of coli_cuda.h. */
-#include <algorithm>
 #include <cstdio>
 
 #include "../dispatch.h"
-#include "../kernels/prefill.h"
 #include "../kernels/probe.h"
 
 using namespace coli;
@@ -43,11 +41,7 @@ bool find_gpu(int device, int capability, GpuTraits *gpu) {
                        "capability %d, expected 75, 80, 86, 89, 90, 100 or 120, or 0 for a device's own", capability);
         return true;
     }
-    int visible = 0;
-    COLI_FORWARD(count_visible_devices(&visible));
-    COLI_REFUSE_IF(device < 0 || device >= visible, COLI_E_NO_DEVICE, "device %d is not there, expected 0 to %d", device,
-                   visible - 1);
-    return succeeded(read_traits(device, gpu), "asking device %d what it can do", device);
+    return device_visible(device) && succeeded(read_traits(device, gpu), "asking device %d what it can do", device);
 }
 
 MatrixView view_of(int format) {
@@ -84,16 +78,14 @@ bool fill_params(const int *formats, int D, int H, int experts, int rows, GroupP
 size_t coli_cuda_plan_text(int device, int capability, const int *formats, int D, int H, int experts, int rows, char *text,
                            size_t capacity) {
     GpuTraits gpu{};
-    GroupParams params{};
+    GroupParams params{}, many;
+    PrefillPlan prefill;
     COLI_FORWARD(find_gpu(device, capability, &gpu) && fill_params(formats, D, H, experts, rows, &params));
     Text lines(text, capacity);
-    if (takes_prefill(gpu, params)) {
-        const PrefillPlan prefill = plan_prefill(gpu, params);
-        if (prefill.possible) {
-            lines.add_line(prefill.hidden, "hidden", experts);
-            lines.add_line(prefill.down, "down", experts);
-            return lines.length();
-        }
+    if (plan_prefill_part(gpu, params, &many, &prefill)) {
+        lines.add_line(prefill.hidden, "hidden", experts);
+        lines.add_line(prefill.down, "down", experts);
+        return lines.length();
     }
     const GroupPlan plan = plan_of(gpu, nullptr, params);
     lines.add_line(plan.hidden, "hidden", experts);

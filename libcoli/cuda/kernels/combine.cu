@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "../plan.h"
 #include "../ptx/dependent.cuh"
 #include "launch.h"
 
@@ -10,7 +11,6 @@ namespace coli {
 namespace {
 
 constexpr int kCombineThreads = 256;
-constexpr int kMostTokens = 65535; /* grid y; blocks go on to further tokens */
 
 /* A block has kCombineThreads columns of a token. All its threads look through the rows together: few are this token's. */
 __global__ void __launch_bounds__(kCombineThreads) combine(const CombineParams p) {
@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(kCombineThreads) combine(const CombineParams p
 } // namespace
 
 cudaError_t launch_combine(const CombineParams &params, bool overlapping, cudaStream_t stream) {
-    const dim3 grid((params.D + kCombineThreads - 1) / kCombineThreads, std::min(params.tokens, kMostTokens));
+    /* blocks go on to further tokens */
+    const dim3 grid(coli_ceil_div(params.D, kCombineThreads), std::min(params.tokens, kMaxGrid));
     return launch(combine, grid, kCombineThreads, 0, overlapping, stream, params);
 }
 

@@ -9,8 +9,6 @@ namespace coli {
 
 namespace {
 
-constexpr int kWarpThreads = 32;
-
 __global__ void __launch_bounds__(kRotationThreads) expert_rotate(const __grid_constant__ GroupParams p) {
     __shared__ float buffer[kRotationPiece];
     dependency_trigger();
@@ -29,24 +27,20 @@ ProductKernel kernel_of(const ProductPlan &plan) {
     return plan.limbs_only ? limbs_kernel(plan) : any_kernel(plan);
 }
 
-cudaError_t launch_product(const GroupParams &params, const ProductPlan &plan, cudaStream_t stream) {
+} // namespace
+
+cudaError_t launch_expert_product(const GroupParams &params, const ProductPlan &plan, cudaStream_t stream) {
     if (plan.warps == 0) return cudaErrorNotSupported;
-    return launch(kernel_of(plan), dim3(plan.blocks, params.count), kWarpThreads * plan.warps, plan.shared_bytes,
+    return launch(kernel_of(plan), dim3(plan.blocks, params.count), kWarp * plan.warps, plan.shared_bytes,
                   plan.path == Path::kHopper, stream, params, plan);
 }
 
-} // namespace
-
-cudaError_t launch_down(const GroupParams &params, const ProductPlan &plan, cudaStream_t stream) {
-    return launch_product(params, plan, stream);
-}
-
 cudaError_t launch_expert_group(const GroupParams &params, const GroupPlan &plan, cudaStream_t stream) {
-    cudaError_t result = launch_product(params, plan.hidden, stream);
+    cudaError_t result = launch_expert_product(params, plan.hidden, stream);
     if (result == cudaSuccess && plan.rotation.rows > 0)
         result = launch(expert_rotate, dim3(plan.rotation.pieces, plan.rotation.rows, params.count), kRotationThreads, 0,
                         plan.down.path == Path::kHopper, stream, params);
-    if (result == cudaSuccess) result = launch_product(params, plan.down, stream);
+    if (result == cudaSuccess) result = launch_expert_product(params, plan.down, stream);
     return result;
 }
 

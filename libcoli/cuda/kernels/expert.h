@@ -40,8 +40,8 @@ struct GroupParams {
  * product does not do it itself; then y = down of either. */
 cudaError_t launch_expert_group(const GroupParams &params, const GroupPlan &plan, cudaStream_t stream);
 
-/* y = down of hidden alone: an ordinary product of the matrices [D, H]. */
-cudaError_t launch_down(const GroupParams &params, const ProductPlan &plan, cudaStream_t stream);
+/* One product of it, as the plan says: hidden = activation(gate x, up x), or y = down of hidden. */
+cudaError_t launch_expert_product(const GroupParams &params, const ProductPlan &plan, cudaStream_t stream);
 
 /* Tells the current device what the kernels need of it, once, before any launch. */
 cudaError_t prepare_expert_kernels(const GpuTraits &gpu);

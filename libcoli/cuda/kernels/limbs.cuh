@@ -5,8 +5,7 @@
  * exactly, as int32; the error is that of the rounding, half a step of 2^-22 of the slice's largest value at most, whatever
  * the order and company of the sums.
  *
- * In shared memory a limb of a row is a plane of bytes: plane 3 s + l is limb l of activation row s, with 32 bytes between
- * planes, so that four planes' 32 bytes meet in no bank. */
+ * In shared memory a limb of a row is a plane of bytes: plane 3 s + l is limb l of activation row s. */
 #ifndef COLI_CUDA_KERNELS_LIMBS_CUH
 #define COLI_CUDA_KERNELS_LIMBS_CUH
 
@@ -16,7 +15,7 @@
 
 namespace coli {
 
-constexpr int kLimbs = 3;
+constexpr int kLimbs = LimbPlanes::kPlanes;
 /* Three signed bytes reach 127 (2^16 + 2^8 + 1), a little less than 2^23. */
 constexpr float kLimbMargin = 1.0078125f;
 

@@ -13,7 +13,8 @@ namespace {
 
 /*------   Preparing rows   ------*/
 
-constexpr int kHeldQuads = 8; /* enough for rows of 8192 */
+constexpr int kHeldQuads = 8;            /* enough for rows of 8192 */
+constexpr int kMostPrepareBlocks = 4096; /* of an expert; they go on to further rows */
 
 /* Rows of x or, if HIDDEN, of the hidden rows to tokens; grid (rows, experts). */
 template <bool HIDDEN>
@@ -281,8 +282,8 @@ bool prefill_supports(const GroupParams &params) {
 PrefillPlan plan_prefill_down(const GpuTraits &gpu, const GroupParams &params) {
     PrefillPlan plan{};
     plan.down = plan_launch(gpu, params, false);
-    plan.possible = plan.down.stages > 0 && path_of(gpu) != Path::kPlain;
-    plan.prepare_blocks = std::min(params.max_rows, 4096);
+    plan.possible = plan.down.stages > 0;
+    plan.prepare_blocks = std::min(params.max_rows, kMostPrepareBlocks);
     plan.rotates = std::any_of(params.experts, params.experts + params.count,
                                [](const ExpertEntry &expert) { return expert.rotate_hidden && expert.rows > 0; });
     return plan;

@@ -35,7 +35,7 @@ struct PrefillProduct {
 };
 
 struct PrefillPlan {
-    bool possible; /* false: shared memory is too small, or plain kernels are asked for */
+    bool possible; /* false: shared memory is too small */
     int prepare_blocks;
     bool rotates;
     PrefillProduct hidden, down;
@@ -56,7 +56,7 @@ size_t prefill_workspace_bytes(int rows, int columns, int experts);
 /* As launch_expert_group. Writes params.hidden, and params.rotated where an expert's hidden rows are rotated. */
 cudaError_t launch_prefill_group(const GroupParams &params, const PrefillPlan &plan, void *workspace, cudaStream_t stream);
 
-/* As launch_down, but that it rotates the hidden rows where the expert wants it. */
+/* As launch_expert_product of down, but that it rotates the hidden rows where the expert wants it. */
 cudaError_t launch_prefill_down(const GroupParams &params, const PrefillPlan &plan, void *workspace, cudaStream_t stream);
 
 /* Tells the current device, of compute capability 8.0 at least, what the kernels need of it, once, before any launch. */

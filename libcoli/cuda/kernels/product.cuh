@@ -2,8 +2,8 @@
  *
  * The share is pairs of strips (32 weight rows). Their columns are cut into slices of 512, and a unit is one slice of one
  * pair. Warps work alone on units: tiles come through the warp's own ring, are decoded once for all activation rows, and
- * meet activations that the block has split into fp16 parts in shared memory (activations.cuh). Where those of all columns
- * do not fit there, the block takes the columns in chunks of slices.
+ * meet activations that the block has split in shared memory, into fp16 parts (activations.cuh) or into bytes (limbs.cuh).
+ * Where those of all columns do not fit there, the block takes the columns in chunks of slices.
  *
  *     for each chunk: split its activations
  *         for each matrix, for each round (some pairs x the chunk's slices):
@@ -55,7 +55,7 @@ template <class Scheme> __device__ ProductMemory product_memory(const ProductPla
                    plan.stages};
     memory.walk = reinterpret_cast<TileWalk *>(shared + plan.walks_offset + kWalkBytes * warp);
     memory.activations = {shared + plan.parts_offset, reinterpret_cast<float *>(shared + plan.factors_offset),
-                          plan.chunk_slices * kSliceColumns * Scheme::kColumnBytes + Scheme::kPlanePadding};
+                          plane_bytes<typename Scheme::Planes>(plan.chunk_slices * kSliceColumns)};
     memory.partials = reinterpret_cast<float *>(shared + plan.partials_offset);
     memory.totals = reinterpret_cast<float *>(shared + plan.totals_offset);
     memory.scratch = reinterpret_cast<float *>(shared + plan.scratch_offset);
@@ -215,7 +215,7 @@ template <class Stream, class Fragments> struct Unit {
 
 /* Activations as two fp16 parts, any format. */
 template <class Path, int ROWS> struct HalfScheme {
-    static constexpr int kColumnBytes = 2, kPlanePadding = 64; /* of a plane in shared memory */
+    using Planes = HalfPlanes;
     static constexpr int kValues = (ROWS + 3) / 4;
     using Fragments = HalfFragments<kValues>;
     struct Sums {
@@ -270,9 +270,9 @@ template <class Path, int ROWS> struct HalfScheme {
 
 /* Activations as three signed bytes, formats of small integers (multiplies_bytes). */
 template <int ROWS, bool ROLLED> struct LimbScheme {
+    using Planes = LimbPlanes;
     using Columns = LimbColumns<ROWS>;
     using Fragments = LimbFragments<ROWS>;
-    static constexpr int kColumnBytes = 1, kPlanePadding = 32;
     static constexpr int kValues = Columns::kValues;
     struct Sums {
         float of[2][2][Columns::kTiles][2] = {};

@@ -21,7 +21,7 @@
 #ifndef COLI_CUDA_KERNELS_TILES_CUH
 #define COLI_CUDA_KERNELS_TILES_CUH
 
-#include "../layout.h"
+#include "../plan.h"
 #include "../ptx/bits.cuh"
 #include "../ptx/lookup.cuh"
 #include "../ptx/mma.cuh"
@@ -30,7 +30,6 @@
 
 namespace coli {
 
-constexpr int kWarp = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
 /* This warp's number; the shuffle tells the compiler that all its threads have the same. */
