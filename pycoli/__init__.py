@@ -34,6 +34,7 @@ from .errors import (
     StateError,
 )
 from .experts import Expert, ExpertGroup
+from .moe import MoELayer, Router, place, repin
 from .placement import Placement, explain
 from .products import expert_mlp, matmul
 from .weights import Format, Weights, encode, formats, rotate, unrotate
@@ -54,10 +55,12 @@ __all__ = [
     "Format",
     "FormatError",
     "FreedError",
+    "MoELayer",
     "NotFiniteError",
     "NotProvidedError",
     "OutOfMemoryError",
     "Placement",
+    "Router",
     "ShapeError",
     "SizeError",
     "StateError",
@@ -70,6 +73,8 @@ __all__ = [
     "formats",
     "matmul",
     "open_backend",
+    "place",
+    "repin",
     "rotate",
     "unrotate",
 ]

@@ -1,8 +1,8 @@
 /* kernels.h - the loops whose speed matters, as a table of functions.
  *
  * kernels_impl.h writes them once; kernels_scalar.c, kernels_avx2.c and kernels_avx512.c compile them for one instruction
- * set each; isa.c picks a table at run time. All tables give the same bits, except that the sums of dot_rows round
- * differently where there is no fused multiply-add. */
+ * set each; isa.c picks a table at run time. All tables give the same bits, except that dot_rows and add_scaled
+ * round differently where there is no fused multiply-add. */
 #ifndef COLI_CORE_KERNELS_H
 #define COLI_CORE_KERNELS_H
 
@@ -38,6 +38,9 @@ typedef struct coli_kernels {
 
     /* Walsh-Hadamard transform of x [n] in place, natural order, times `scale`; n is a power of two. */
     void (*hadamard)(float *x, int n, float scale);
+
+    /* y[i] += factor * x[i] */
+    void (*add_scaled)(float *y, const float *x, float factor, int n);
 
     /* Nearest codebook entries for the 32 magnitudes of a sub-block under super-scale d, for the sub-scale code with the
      * smallest squared error, which is returned. Ties go to the lowest index and the lowest code. */

@@ -62,6 +62,11 @@ static void hadamard(float *x, int n, float scale) {
     for (int i = 0; i < n; i++) x[i] *= scale;
 }
 
+static void add_scaled(float *restrict y, const float *restrict x, float factor, int n) {
+    COLI_SIMD()
+    for (int i = 0; i < n; i++) y[i] = MULTIPLY_ADD(factor, x[i], y[i]);
+}
+
 /* products[e] = 2 m g_e for the entries g_e */
 static void e8_products(const coli_e8_search *codebook, const float m[4], double products[256]) {
     COLI_SIMD()
@@ -121,5 +126,6 @@ const coli_kernels TABLE_NAME(COLI_KERNELS_NAME) = {
     .dot_rows = dot_rows,
     .flip_signs = flip_signs,
     .hadamard = hadamard,
+    .add_scaled = add_scaled,
     .e8_fit = e8_fit,
 };
