@@ -269,7 +269,7 @@ class MoELayer:
 
     @property
     def heat(self) -> np.ndarray:
-        """Rows that each expert has computed, older ones counting less: float64 [E]. May be set, as to an earlier run's."""
+        """Rows that each expert has computed, older ones counting less: float64 [E]. May be set to an earlier run's."""
         heat = np.empty(self._count)
         check(lib.coli_moe_heat(self._live(), ffi.from_buffer("double[]", heat)))
         return heat
@@ -288,9 +288,9 @@ class MoELayer:
     def stats(self) -> dict:
         """What was done where: {"total": ..., "last": ..., "last_failure": str or None}.
 
-        "total" is since the layer was made, "last" the last call alone. Each has calls, rows, rotations, cpu_bytes, seconds
-        by stage, and by path ("issue", "group", "single", "cpu") the experts, their rows, and how many the path failed on;
-        "repinned" has the swaps.
+        "total" is since the layer was made, "last" the last call alone. Each has calls, rows, rotations, cpu_bytes and
+        seconds by stage; by path ("issue", "group", "single", "cpu") the experts, their rows ("pairs"), and how many
+        the path failed on; and "repinned" with the swaps.
         """
         handle = self._live()
         total, last = ffi.new("coli_moe_stats *"), ffi.new("coli_moe_stats *")
@@ -345,9 +345,10 @@ class MoELayer:
 
 
 def place(layers: Sequence[MoELayer], devices=None, vram_budget=None, *, reserve: int = RESERVE) -> None:
-    """Uploads the experts of all these layers, hottest first, to the device with the most room left, each whole or not at all.
+    """Uploads the experts of all these layers, hottest first, to the device with the most room left.
 
-    Experts that are on a GPU stay there. Not being able to place is no error: MoELayer.why_cpu() says why.
+    An expert is uploaded whole or not at all, and those that are on a GPU stay there. Not being able to place is no
+    error: MoELayer.why_cpu() says why.
 
     Parameters
     ----------
@@ -380,7 +381,7 @@ def place(layers: Sequence[MoELayer], devices=None, vram_budget=None, *, reserve
 
 
 def repin(layers: Sequence[MoELayer], hysteresis: float = 0.25, most_swaps: int = 0) -> dict:
-    """Swaps the coldest experts on GPUs for the hottest on the CPU, in place, where their formats and shapes are the same.
+    """Swaps the coldest experts on GPUs for the hottest on the CPU, in place, where formats and shapes are the same.
 
     Parameters
     ----------
@@ -402,7 +403,7 @@ def repin(layers: Sequence[MoELayer], hysteresis: float = 0.25, most_swaps: int 
 
 
 _LIVE: set[_HostCopies] = set()
-"""Of the layers that were not freed yet: what C code may still call or read, whatever the garbage collector finds first."""
+"""Of the layers that were not freed yet: C code may still call or read them, whatever is collected first."""
 
 
 def _free(host: _HostCopies, layer) -> None:
@@ -411,7 +412,7 @@ def _free(host: _HostCopies, layer) -> None:
 
 
 class _HostCopies:
-    """What a layer in C relies on: its GPU library, and the Weights, all kept, or got again by a function when needed."""
+    """What a layer in C relies on: its GPU library, and the Weights, kept, or got again by a function when needed."""
 
     def __init__(self, triples, reread):
         self.count = len(triples)

@@ -58,13 +58,13 @@ def simt_lib(build_dir: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def sanitized_build():
-    """A function (sanitizers, comma-separated) -> build folder with the GPU backend compiled for the CPU with them, and
-    the C host t_host_simt."""
+    """A function (sanitizers, comma-separated) -> build folder with the GPU backend compiled for the CPU with them, the
+    C host t_host_simt, and t_moe_threads_sanitized, which has the core in it."""
 
     def build(sanitizers: str) -> Path:
         options = [f"-Dsimt_sanitize={sanitizers}", "-Dbuildtype=debugoptimized"]
         folder = ROOT / "build" / f"tests-{sanitizers.replace(',', '-')}"
-        return _compile(folder, *options, targets=("coli_cuda_simt", "t_host_simt"))
+        return _compile(folder, *options, targets=("coli_cuda_simt", "t_host_simt", "t_moe_threads_sanitized"))
 
     return build
 

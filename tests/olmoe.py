@@ -143,9 +143,13 @@ class Olmoe:
 
     # The MoE block
 
+    def router(self, layer: int) -> np.ndarray:
+        """The weight of the layer's router: float32 [experts, D]."""
+        return self._weights[f"layers.{layer}.mlp.gate.weight"]
+
     def route(self, layer: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Experts that the router picks for x [rows, D], and their shares: integers and float32 [rows, top_k]."""
-        scores = self._project(x, f"layers.{layer}.mlp.gate.weight")
+        scores = x @ self.router(layer).T
         shares = np.exp(scores - scores.max(axis=1, keepdims=True))
         shares /= shares.sum(axis=1, keepdims=True)
         chosen = np.argsort(-shares, axis=1, kind="stable")[:, : self.top_k]

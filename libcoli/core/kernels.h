@@ -33,8 +33,8 @@ typedef struct coli_kernels {
     /* y[s * y_stride] = sum_i w[i] x[s, i] for S rows of x [S, columns]. A row's result does not depend on S. */
     void (*dot_rows)(const float *w, const float *x, size_t S, int columns, float *y, size_t y_stride);
 
-    /* Negates x[i] where bit i of `signs` (lowest first in each byte) is set; n is a multiple of 8. */
-    void (*flip_signs)(float *x, int n, const uint8_t *signs);
+    /* y[i] = x[i], negated where bit i of `signs` (lowest first in each byte) is set; n is a multiple of 8. y may be x. */
+    void (*flip_signs)(const float *x, float *y, int n, const uint8_t *signs);
 
     /* Walsh-Hadamard transform of x [n] in place, natural order, times `scale`; n is a power of two. */
     void (*hadamard)(float *x, int n, float scale);
