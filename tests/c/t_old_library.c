@@ -2,8 +2,6 @@
  * is none, no file. What an old library can do runs there; the rest runs on the CPU and says why.
  *
  *     t_old_library FOLDER      the folder of stub_old.so, stub_old_e8.so, stub_future.so and stub_empty.so */
-#define _GNU_SOURCE /* setenv */
-
 #include <pthread.h>
 
 #include "coli/coli.h"
@@ -57,15 +55,15 @@ static void refusals(void) {
 
 static void search_order(void) {
     coli_backend *backend = NULL;
-    setenv("COLI_CUDA_LIB", stub("stub_old"), 1);
+    set_variable("COLI_CUDA_LIB", stub("stub_old"));
     CHECK_OK(coli_backend_open(NULL, &backend));
     CHECK(says(coli_backend_path(backend), "stub_old.so"), "loaded %s", coli_backend_path(backend));
     coli_backend_close(backend);
 
-    setenv("COLI_CUDA_LIB", stub("stub_missing"), 1);
+    set_variable("COLI_CUDA_LIB", stub("stub_missing"));
     check_refused(NULL, COLI_E_NO_LIBRARY, "COLI_CUDA_LIB");
     check_refused(NULL, COLI_E_NO_LIBRARY, "stub_missing.so");
-    unsetenv("COLI_CUDA_LIB");
+    set_variable("COLI_CUDA_LIB", NULL);
 
     if (coli_backend_open(NULL, &backend) == COLI_OK) {
         coli_backend_close(backend); /* a real library is installed here */
@@ -162,9 +160,9 @@ static void devices(coli_backend *backend) {
     check_not_started(backend, (const int[]){0}, 0, COLI_E_NO_DEVICE, silent);
     check_not_started(backend, (const int[]){0}, 99, COLI_E_NO_DEVICE, silent);
     check_not_started(NULL, NULL, 0, COLI_E_ARGUMENT, "needs a backend");
-    setenv("STUB_NO_DEVICE", "1", 1);
+    set_variable("STUB_NO_DEVICE", "1");
     check_not_started(backend, NULL, 0, COLI_E_NO_DEVICE, silent);
-    unsetenv("STUB_NO_DEVICE");
+    set_variable("STUB_NO_DEVICE", NULL);
     check_not_configured(backend, NOT_CONFIGURED "; the last coli_backend_init failed: coli_cuda_init returned 0 (this "
                                                  "library does not say why)");
     CHECK_OK(coli_backend_init(backend, NULL, 0));
@@ -217,9 +215,9 @@ static void placements(coli_backend *backend) {
     }
 
     coli_matrix refused = random_matrix("int8", O, I, 0, 8);
-    setenv("STUB_REFUSES_UPLOADS", "1", 1);
+    set_variable("STUB_REFUSES_UPLOADS", "1");
     check_placement(backend, 0, &refused, "coli_cuda_tensor_upload returned 0 (this library does not say why)");
-    unsetenv("STUB_REFUSES_UPLOADS");
+    set_variable("STUB_REFUSES_UPLOADS", NULL);
     release_matrix(&refused);
 
     coli_matrix bad = {.format = COLI_INT8, .rows = O, .columns = I};
@@ -245,9 +243,9 @@ static void fallback(coli_backend *backend) {
     CHECK_OK(coli_matmul(&m, x, 1, expected));
 
     coli_set_log(keep_line, logged);
-    setenv("COLI_GPU_FAIL_AFTER", "0", 1);
+    set_variable("COLI_GPU_FAIL_AFTER", "0");
     CHECK_OK(coli_placed_matmul(placed, x, 1, y));
-    unsetenv("COLI_GPU_FAIL_AFTER");
+    set_variable("COLI_GPU_FAIL_AFTER", NULL);
     coli_set_log(NULL, NULL);
     CHECK(!memcmp(y, expected, sizeof y), "the fallback is not the CPU's result");
     CHECK(coli_placed_device(placed) == 0, "a failed call moved the matrix to %d", coli_placed_device(placed));
@@ -299,9 +297,9 @@ static void experts(coli_backend *backend) {
     check_expert(gate, up, down, m, NULL);
     check_expert(gate, up, e8, with_e8, "coli_cuda_e8_set_grid");
     CHECK(says(coli_placed_why_cpu(gate), "its down matrix is on the CPU"), "%s", coli_placed_why_cpu(gate));
-    setenv("COLI_GPU_FAIL_AFTER", "0", 1);
+    set_variable("COLI_GPU_FAIL_AFTER", "0");
     check_expert(gate, up, down, m, "coli_cuda_expert_mlp returned 0");
-    unsetenv("COLI_GPU_FAIL_AFTER");
+    set_variable("COLI_GPU_FAIL_AFTER", NULL);
 
     float x[I], y[I] = {0};
     CHECK(coli_placed_expert_mlp(gate, up, gate, x, 1, y) == COLI_E_SHAPE, "a gate was taken for a down matrix");
@@ -371,9 +369,9 @@ static void fp8_tables(coli_backend *backend, start init, stop shut_down) {
         for (int i = 0; i < 3; i++) check_placement(backend, 0, &m, NULL);
         CHECK(tables() == round, "the table was published %d times in %d rounds", tables(), round);
         if (round == 2) {
-            setenv("STUB_REFUSES_UPLOADS", "1", 1);
+            set_variable("STUB_REFUSES_UPLOADS", "1");
             check_placement(backend, 0, &m, "coli_cuda_tensor_upload returned 0");
-            unsetenv("STUB_REFUSES_UPLOADS");
+            set_variable("STUB_REFUSES_UPLOADS", NULL);
         }
         shut_down();
     }
