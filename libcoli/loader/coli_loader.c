@@ -119,24 +119,33 @@ static void *library_open(const char *path, text *why) {
     return NULL;
 }
 
+static void module_path(HMODULE module, char path[COLI_LOADER_PATH_BYTES]) {
+    WCHAR wide[COLI_LOADER_PATH_BYTES];
+    DWORD length = GetModuleFileNameW(module, wide, COLI_LOADER_PATH_BYTES);
+    if (!length || length >= COLI_LOADER_PATH_BYTES || !to_utf8(wide, path, COLI_LOADER_PATH_BYTES)) path[0] = '\0';
+}
+
+static void library_path(const void *address, char path[COLI_LOADER_PATH_BYTES]) {
+    HMODULE module = NULL;
+    DWORD flags = GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_UNCHANGED_REFCOUNT;
+    path[0] = '\0';
+    if (!address || GetModuleHandleExW(flags, (LPCWSTR)address, &module)) module_path(module, path);
+}
+
 static coli_loader_function library_symbol(void *library, const char *name, text *why) {
     FARPROC function = GetProcAddress((HMODULE)library, name);
-    if (!function) append_error(why, name, GetLastError());
+    if (!function) {
+        DWORD error = GetLastError();
+        char path[COLI_LOADER_PATH_BYTES];
+        module_path((HMODULE)library, path);
+        append(why, "%s: ", path);
+        append_error(why, name, error);
+    }
     return (coli_loader_function)function;
 }
 
 static void library_close(void *library) {
     FreeLibrary((HMODULE)library);
-}
-
-static void library_path(const void *address, char path[COLI_LOADER_PATH_BYTES]) {
-    WCHAR wide[COLI_LOADER_PATH_BYTES];
-    HMODULE library = NULL;
-    DWORD flags = GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_UNCHANGED_REFCOUNT;
-    path[0] = '\0';
-    if (address && !GetModuleHandleExW(flags, (LPCWSTR)address, &library)) return;
-    DWORD length = GetModuleFileNameW(library, wide, COLI_LOADER_PATH_BYTES);
-    if (!length || length >= COLI_LOADER_PATH_BYTES || !to_utf8(wide, path, COLI_LOADER_PATH_BYTES)) path[0] = '\0';
 }
 
 static int environment(const char *variable, char value[COLI_LOADER_PATH_BYTES]) {

@@ -1,7 +1,7 @@
 /* t_old_library.c - the loader on GPU libraries as they may be found: one from before E8, one of a later ABI, a file that
  * is none, no file. What an old library can do runs there; the rest runs on the CPU and says why.
  *
- *     t_old_library FOLDER      the folder of stub_old.so, stub_old_e8.so, stub_future.so and stub_empty.so */
+ *     t_old_library FOLDER      the folder of the stub libraries */
 #include <pthread.h>
 
 #include "coli/coli.h"
@@ -19,11 +19,21 @@ typedef void (*stop)(void);
 typedef int (*count_devices)(void);
 typedef void (*count_tensors)(int device, size_t *tensors, size_t *bytes);
 
+#ifdef _WIN32
+#define SUFFIX ".dll"
+#define BESIDE_LIBCOLI "\\coli_cuda.dll"
+#define BY_NAME "; coli_cuda.dll"
+#else
+#define SUFFIX ".so"
+#define BESIDE_LIBCOLI "/libcoli_cuda.so"
+#define BY_NAME "; libcoli_cuda.so"
+#endif
+
 static const char *folder;
 
 static const char *stub(const char *name) {
     static _Thread_local char path[4096];
-    snprintf(path, sizeof path, "%s/%s.so", folder, name);
+    snprintf(path, sizeof path, "%s/%s" SUFFIX, folder, name);
     return path;
 }
 
@@ -47,7 +57,7 @@ static void check_refused(const char *path, coli_status expected, const char *pa
 static void refusals(void) {
     check_refused(stub("stub_future"), COLI_E_ABI, "ABI 99.3");
     check_refused(stub("stub_empty"), COLI_E_NO_LIBRARY, "coli_cuda_init");
-    check_refused(stub("stub_missing"), COLI_E_NO_LIBRARY, "stub_missing.so");
+    check_refused(stub("stub_missing"), COLI_E_NO_LIBRARY, "stub_missing" SUFFIX);
     check_refused(__FILE__, COLI_E_NO_LIBRARY, "t_old_library.c");
     check_refused("", COLI_E_ARGUMENT, "empty path");
     CHECK(coli_backend_open(stub("stub_old"), NULL) == COLI_E_ARGUMENT, "opened to nowhere");
@@ -57,19 +67,19 @@ static void search_order(void) {
     coli_backend *backend = NULL;
     set_variable("COLI_CUDA_LIB", stub("stub_old"));
     CHECK_OK(coli_backend_open(NULL, &backend));
-    CHECK(says(coli_backend_path(backend), "stub_old.so"), "loaded %s", coli_backend_path(backend));
+    CHECK(says(coli_backend_path(backend), "stub_old" SUFFIX), "loaded %s", coli_backend_path(backend));
     coli_backend_close(backend);
 
     set_variable("COLI_CUDA_LIB", stub("stub_missing"));
     check_refused(NULL, COLI_E_NO_LIBRARY, "COLI_CUDA_LIB");
-    check_refused(NULL, COLI_E_NO_LIBRARY, "stub_missing.so");
+    check_refused(NULL, COLI_E_NO_LIBRARY, "stub_missing" SUFFIX);
     set_variable("COLI_CUDA_LIB", NULL);
 
     if (coli_backend_open(NULL, &backend) == COLI_OK) {
         coli_backend_close(backend); /* a real library is installed here */
     } else {
-        CHECK(says(coli_last_error(), "/libcoli_cuda.so"), "beside libcoli was not tried: %s", coli_last_error());
-        CHECK(says(coli_last_error(), "; libcoli_cuda.so"), "the system's search was not tried: %s", coli_last_error());
+        CHECK(says(coli_last_error(), BESIDE_LIBCOLI), "beside libcoli was not tried: %s", coli_last_error());
+        CHECK(says(coli_last_error(), BY_NAME), "the system's search was not tried: %s", coli_last_error());
     }
 }
 
@@ -116,7 +126,7 @@ static void features(const coli_backend *backend) {
         const char *why = coli_backend_why_not(backend, absent[i][0]);
         CHECK(says(why, absent[i][1]), "%s: %s", absent[i][0], why ? why : "offered");
     }
-    CHECK(says(coli_backend_why_not(backend, "e8"), "stub_old.so"), "%s", coli_backend_why_not(backend, "e8"));
+    CHECK(says(coli_backend_why_not(backend, "e8"), "stub_old" SUFFIX), "%s", coli_backend_why_not(backend, "e8"));
     CHECK(says(coli_backend_why_not(NULL, "int8"), "no GPU library"), "%s", coli_backend_why_not(NULL, "int8"));
     CHECK(coli_backend_why_not(backend, NULL), "NULL is a feature");
 
@@ -153,7 +163,7 @@ static void check_not_configured(coli_backend *backend, const char *why) {
 
 static void devices(coli_backend *backend) {
 #define NOT_CONFIGURED "GPU 0 is not among the 0 that coli_backend_init or coli_cuda_init configured"
-    static const char silent[] = "stub_old.so: coli_cuda_init returned 0 (this library does not say why)";
+    static const char silent[] = "stub_old" SUFFIX ": coli_cuda_init returned 0 (this library does not say why)";
     count_devices configured = (count_devices)coli_backend_symbol(backend, "coli_cuda_device_count");
     stop shut_down = (stop)coli_backend_symbol(backend, "coli_cuda_shutdown");
     check_not_configured(backend, NOT_CONFIGURED);
