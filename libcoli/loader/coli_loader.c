@@ -159,6 +159,7 @@ static int environment(const char *variable, char value[COLI_LOADER_PATH_BYTES])
 #include <dlfcn.h>
 #include <errno.h>
 #include <inttypes.h>
+#include <link.h>
 #include <pthread.h>
 #include <unistd.h>
 
@@ -169,9 +170,27 @@ static int file_is_there(const char *path) {
     return access(path, F_OK) == 0 || (errno != ENOENT && errno != ENOTDIR);
 }
 
+/* A library that was copied or downloaded in part, by the section headers at its end. dlopen would map it, and die of
+ * SIGBUS in the part that is missing. */
+static int is_cut_short(const char *path, text *why) {
+    ElfW(Ehdr) header;
+    FILE *file = fopen(path, "rbe");
+    if (!file) return 0;
+    int elf = fread(&header, sizeof header, 1, file) == 1 && !memcmp(header.e_ident, ELFMAG, SELFMAG) &&
+              header.e_ehsize == sizeof header;
+    long size = elf && fseek(file, 0, SEEK_END) == 0 ? ftell(file) : -1;
+    fclose(file);
+    if (size < 0) return 0;
+    uint64_t needed = header.e_shoff + (uint64_t)header.e_shnum * header.e_shentsize;
+    if ((uint64_t)size >= needed) return 0;
+    append(why, "%s: cut short, it has %ld bytes of at least %" PRIu64, path, size, needed);
+    return 1;
+}
+
 /* RTLD_NODELETE: a GPU runtime has threads and exit handlers of its own, whose code must not be unmapped while the process
  * lives; and what it allocates once would be lost anew with every time that it is loaded. */
 static void *library_open(const char *path, text *why) {
+    if (strchr(path, '/') && is_cut_short(path, why)) return NULL;
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
     if (!library) append(why, "%s", dlerror());
     return library;

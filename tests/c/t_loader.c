@@ -10,6 +10,11 @@
 #include "coli/coli.h"
 
 #include <pthread.h>
+#ifdef _WIN32
+#include <windows.h>
+
+#include <shellapi.h>
+#endif
 
 #include "check.h"
 
@@ -135,9 +140,24 @@ static void backend(const char *libcoli, const char *path) {
     coli_loader_close(&library);
 }
 
+#ifdef _WIN32
+/* main's own are in the code page of the machine. */
+static const char *argument(int index) {
+    static char utf8[4][4096];
+    int count;
+    WCHAR **wide = CommandLineToArgvW(GetCommandLineW(), &count);
+    WideCharToMultiByte(CP_UTF8, 0, wide[index], -1, utf8[index], sizeof *utf8, NULL, NULL);
+    LocalFree(wide);
+    return utf8[index];
+}
+#else
+#define argument(index) argv[index]
+#endif
+
 int main(int argc, char **argv) {
+    (void)argv;
     if (argc > 1)
-        backend(argv[1], argc > 2 ? argv[2] : NULL);
+        backend(argument(1), argc > 2 ? argument(2) : NULL);
     else
         host();
     return EXIT_SUCCESS;
