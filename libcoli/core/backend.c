@@ -1,7 +1,7 @@
-/* backend.c - finds and loads the GPU library, and tells what it can do and what it cannot.
+/* backend.c - opens the GPU library, and tells what it can do and what it cannot. Finding and loading it is coli_loader.c.
  *
  * Every entry point is looked up by itself, so that a library which lacks some still serves with the others. */
-#define _GNU_SOURCE /* dladdr, pthread_rwlock_t */
+#define _GNU_SOURCE /* pthread_rwlock_t */
 
 #include "backend.h"
 
@@ -13,39 +13,10 @@
 #include "../formats/signs.h"
 #include "status.h"
 
-/*------   What the operating system does   ------*/
-
-#define PATH_BYTES 4096
+/*------   The lock of the library   ------*/
 
 #ifdef _WIN32
 #include <windows.h>
-
-static const char *const library_names[] = {"coli_cuda.dll", "libcoli_cuda.dll"};
-#define DIRECTORY_ENDS "/\\"
-
-static void *library_open(const char *path, char *reason, size_t reason_size) {
-    DWORD flags = strpbrk(path, DIRECTORY_ENDS) ? LOAD_WITH_ALTERED_SEARCH_PATH : 0;
-    void *library = (void *)LoadLibraryExA(path, NULL, flags);
-    if (!library) snprintf(reason, reason_size, "%s: error %lu of LoadLibrary", path, (unsigned long)GetLastError());
-    return library;
-}
-
-static void *library_symbol(void *library, const char *name) {
-    return (void *)(uintptr_t)GetProcAddress((HMODULE)library, name);
-}
-
-static void library_close(void *library) {
-    FreeLibrary((HMODULE)library);
-}
-
-/* Path of the file that an address was loaded from; "" when unknown. */
-static void library_path_of(const void *address, char path[PATH_BYTES]) {
-    HMODULE library = NULL;
-    DWORD flags = GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_UNCHANGED_REFCOUNT;
-    path[0] = '\0';
-    if (!GetModuleHandleExA(flags, (LPCSTR)address, &library)) return;
-    if (GetModuleFileNameA(library, path, PATH_BYTES) >= PATH_BYTES) path[0] = '\0';
-}
 
 static SRWLOCK calls = SRWLOCK_INIT;
 
@@ -64,39 +35,7 @@ void coli_backend_unlock(coli_access access) {
 }
 
 #else
-#include <dlfcn.h>
 #include <pthread.h>
-#include <unistd.h>
-
-static const char *const library_names[] = {"libcoli_cuda.so." COLI_VERSION_DIGITS(COLI_CUDA_ABI_MAJOR), "libcoli_cuda.so"};
-#define DIRECTORY_ENDS "/"
-
-/* RTLD_NODELETE: a GPU runtime has threads and exit handlers of its own, whose code must not be unmapped while the process
- * lives; and what it allocates once would be lost anew with every time that it is loaded. */
-static void *library_open(const char *path, char *reason, size_t reason_size) {
-    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
-    if (library) return library;
-    if (strchr(path, '/') && access(path, F_OK) != 0)
-        snprintf(reason, reason_size, "%s: no such file", path);
-    else
-        snprintf(reason, reason_size, "%s", dlerror());
-    return NULL;
-}
-
-static void *library_symbol(void *library, const char *name) {
-    return dlsym(library, name);
-}
-
-static void library_close(void *library) {
-    dlclose(library);
-}
-
-/* Path of the file that an address was loaded from; "" when unknown. */
-static void library_path_of(const void *address, char path[PATH_BYTES]) {
-    Dl_info info;
-    int known = dladdr(address, &info) && info.dli_fname && strlen(info.dli_fname) < PATH_BYTES;
-    strcpy(path, known ? info.dli_fname : "");
-}
 
 static pthread_rwlock_t calls = PTHREAD_RWLOCK_INITIALIZER;
 
@@ -198,11 +137,11 @@ const char *coli_backend_why_not(const coli_backend *backend, const char *featur
 
 /* Adds an entry point that the library lacks to the reason against a feature. */
 static void check_call(const coli_backend *backend, int feature, const char *call, message *why) {
-    if (!call || library_symbol(backend->library, call)) return;
+    if (!call || coli_backend_symbol(backend, call)) return;
     if (why->length)
         append(why, ", %s", call);
     else
-        append(why, "%s lacks what %s needs: %s", backend->path, coli_backend_feature_name(feature), call);
+        append(why, "%s lacks what %s needs: %s", backend->library.path, coli_backend_feature_name(feature), call);
 }
 
 /* Writes down why the library cannot offer a feature; "" when it can. */
@@ -273,121 +212,60 @@ void coli_backend_explain(const coli_backend *backend, const char *name, char *w
 /*------   Opening   ------*/
 
 static void resolve_calls(coli_backend *backend) {
-#define RESOLVE(name)                                                                                                      \
-    backend->call.name = (__typeof__(backend->call.name))library_symbol(backend->library, "coli_cuda_" #name);
+#define RESOLVE(name) backend->call.name = (__typeof__(backend->call.name))coli_backend_symbol(backend, "coli_cuda_" #name);
     COLI_BACKEND_CALLS(RESOLVE)
 #undef RESOLVE
 }
 
-static coli_status fill_in(coli_backend *backend, const char *path) {
-    backend->path = copy_string(path);
-    RETURN_ERROR_IF(!backend->path, COLI_E_MEMORY, "no memory for the description of %s", path);
+static coli_status explain_features(coli_backend *backend) {
     for (int i = 0; i < COLI_BACKEND_FEATURES; i++) {
         message why = {.length = 0};
         explain_feature(backend, i, &why);
         if (!why.length) continue;
         backend->why_not[i] = copy_string(why.text);
-        RETURN_ERROR_IF(!backend->why_not[i], COLI_E_MEMORY, "no memory for the description of %s", path);
+        RETURN_ERROR_IF(!backend->why_not[i], COLI_E_MEMORY, "no memory for the description of %s", backend->library.path);
     }
     return COLI_OK;
-}
-
-/* Loads one file. When it will not do, its reason is appended to `tried`. COLI_E_MEMORY sets the error itself. */
-static coli_status try_file(const char *path, coli_backend **result, message *tried) {
-    char reason[1024], loaded_path[PATH_BYTES];
-    const char *separator = tried->length ? "; " : "";
-    coli_backend *backend = calloc(1, sizeof *backend);
-    RETURN_ERROR_IF(!backend, COLI_E_MEMORY, "no memory to load %s", path);
-
-    coli_status status = COLI_E_NO_LIBRARY;
-    backend->library = library_open(path, reason, sizeof reason);
-    if (!backend->library) {
-        append(tried, "%s%s", separator, reason);
-        goto refuse;
-    }
-    const void *init = library_symbol(backend->library, "coli_cuda_init");
-    if (!init) {
-        append(tried, "%s%s is not a libcoli_cuda: it lacks coli_cuda_init", separator, path);
-        goto refuse;
-    }
-    resolve_calls(backend);
-    /* A library without a version is older than versions, and has the calls of this ABI major. */
-    int abi = backend->call.abi_version ? backend->call.abi_version() : COLI_CUDA_ABI_MAJOR * 1000;
-    if (abi / 1000 != COLI_CUDA_ABI_MAJOR) {
-        append(tried, "%s%s speaks libcoli_cuda ABI %d.%d, this libcoli speaks %d.x", separator, path, abi / 1000,
-               abi % 1000, COLI_CUDA_ABI_MAJOR);
-        status = COLI_E_ABI;
-        goto refuse;
-    }
-    library_path_of(init, loaded_path);
-    status = fill_in(backend, loaded_path[0] ? loaded_path : path);
-    if (status != COLI_OK) goto refuse;
-    *result = backend;
-    return COLI_OK;
-
-refuse:
-    coli_backend_close(backend);
-    return status;
-}
-
-/* Tries the usual names in `directory`; with NULL, wherever the system looks. */
-static coli_status try_directory(const char *directory, coli_backend **result, message *tried) {
-    coli_status status = COLI_E_NO_LIBRARY;
-    for (size_t i = 0; i < sizeof library_names / sizeof *library_names; i++) {
-        char path[PATH_BYTES + 32];
-        snprintf(path, sizeof path, "%s%s", directory ? directory : "", library_names[i]);
-        coli_status one = try_file(path, result, tried);
-        if (one == COLI_OK || one == COLI_E_MEMORY) return one;
-        if (one == COLI_E_ABI) status = one;
-    }
-    return status;
-}
-
-/* The folder that this code was loaded from, with its final separator; "" when unknown. */
-static void own_directory(char directory[PATH_BYTES]) {
-    library_path_of(call_features, directory);
-    size_t length = strlen(directory);
-    while (length && !strchr(DIRECTORY_ENDS, directory[length - 1])) length--;
-    directory[length] = '\0';
-}
-
-static coli_status try_usual_places(coli_backend **result, message *tried) {
-    char directory[PATH_BYTES];
-    own_directory(directory);
-    coli_status beside = directory[0] ? try_directory(directory, result, tried) : COLI_E_NO_LIBRARY;
-    if (beside == COLI_OK || beside == COLI_E_MEMORY) return beside;
-    coli_status anywhere = try_directory(NULL, result, tried);
-    return anywhere == COLI_E_NO_LIBRARY ? beside : anywhere;
 }
 
 coli_status coli_backend_open(const char *path, coli_backend **backend) {
+    static const char *const mandatory[] = {"coli_cuda_init", NULL}; /* what a GPU library is known by */
     RETURN_ERROR_IF(!backend, COLI_E_ARGUMENT, "coli_backend_open needs a place for its result, got backend = NULL");
     RETURN_ERROR_IF(path && !path[0], COLI_E_ARGUMENT, "coli_backend_open needs a path or NULL, got an empty path");
-    message tried = {.length = 0};
-    const char *from_environment = path ? NULL : getenv("COLI_CUDA_LIB");
-    if (from_environment && !from_environment[0]) from_environment = NULL;
-    if (from_environment) path = from_environment;
+    coli_backend *opened = calloc(1, sizeof *opened);
+    RETURN_ERROR_IF(!opened, COLI_E_MEMORY, "no memory to load a GPU library");
 
-    coli_status status = path ? try_file(path, backend, &tried) : try_usual_places(backend, &tried);
-    if (status == COLI_OK || status == COLI_E_MEMORY) return status;
-    RETURN_ERROR(status, "no usable GPU library%s: %s%s", from_environment ? " at COLI_CUDA_LIB" : "", tried.text,
-                 path ? "" : "; COLI_CUDA_LIB can name one");
+    char why[2048];
+    coli_loader_result result = coli_loader_open(path, mandatory, &opened->library, why, sizeof why);
+    coli_status status = COLI_OK;
+    if (result == COLI_LOADER_OK) {
+        resolve_calls(opened);
+        status = explain_features(opened);
+    } else {
+        status =
+            coli_fail(result == COLI_LOADER_OTHER_ABI ? COLI_E_ABI : COLI_E_NO_LIBRARY, "no usable GPU library: %s", why);
+    }
+    if (status == COLI_OK)
+        *backend = opened;
+    else
+        coli_backend_close(opened);
+    return status;
 }
 
 void coli_backend_close(coli_backend *backend) {
     if (!backend) return;
     for (int i = 0; i < COLI_BACKEND_FEATURES; i++) free(backend->why_not[i]);
-    free(backend->path);
-    if (backend->library) library_close(backend->library);
+    coli_loader_close(&backend->library);
     free(backend);
 }
 
 const char *coli_backend_path(const coli_backend *backend) {
-    return backend ? backend->path : NULL;
+    return backend ? backend->library.path : NULL;
 }
 
 void *coli_backend_symbol(const coli_backend *backend, const char *name) {
-    return backend && name ? library_symbol(backend->library, name) : NULL;
+    if (!backend || !name) return NULL;
+    return (void *)(uintptr_t)coli_loader_symbol(&backend->library, name, NULL, 0);
 }
 
 /*------   Devices   ------*/
@@ -423,5 +301,5 @@ coli_status coli_backend_init(coli_backend *backend, const int *devices, int cou
     coli_backend_unlock(COLI_EXCLUSIVE);
     if (!failed) return COLI_OK;
     coli_status status = backend->call.last_status ? backend->call.last_status() : COLI_OK;
-    RETURN_ERROR(status == COLI_OK ? COLI_E_NO_DEVICE : status, "%s: %s", backend->path, why);
+    RETURN_ERROR(status == COLI_OK ? COLI_E_NO_DEVICE : status, "%s: %s", backend->library.path, why);
 }

@@ -5,6 +5,7 @@
 #include "../formats/geometry.h"
 #include "../include/coli/coli.h"
 #include "../include/coli/coli_cuda.h"
+#include "../loader/coli_loader.h"
 
 /* The entry points that libcoli itself calls, without their prefix coli_cuda_. */
 #define COLI_BACKEND_CALLS(X)                                                                                              \
@@ -43,8 +44,7 @@ typedef struct coli_backend_calls {
 #define COLI_BACKEND_FEATURES (COLI_FORMAT_COUNT + COLI_BACKEND_CALL_FEATURES)
 
 struct coli_backend {
-    void *library; /* what the system calls the loaded file */
-    char *path;
+    coli_loader_library library;
     char *why_not[COLI_BACKEND_FEATURES]; /* in the order of the features; NULL: offered */
     char init_error[768];                 /* why the last coli_backend_init failed; "" when it did not */
     coli_backend_calls call;

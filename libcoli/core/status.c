@@ -6,7 +6,7 @@
 
 #include "status.h"
 
-#define MESSAGE_BYTES 1024 /* longer messages are cut; fixed, so that running out of memory can be reported too */
+#define MESSAGE_BYTES 2048 /* longer messages are cut; fixed, so that running out of memory can be reported too */
 
 static _Thread_local char last_error[MESSAGE_BYTES];
 

@@ -49,6 +49,19 @@ static inline void fill_random(float *values, size_t count, unsigned seed) {
     }
 }
 
+/* NULL removes the variable. */
+static inline void set_variable(const char *name, const char *value) {
+#ifdef _WIN32
+    _putenv_s(name, value ? value : "");
+#else
+    int setenv(const char *, const char *, int), unsetenv(const char *); /* POSIX, which -std=c11 hides */
+    if (value)
+        setenv(name, value, 1);
+    else
+        unsetenv(name);
+#endif
+}
+
 static inline int finish(const char *name) {
     if (failed_checks) fprintf(stderr, "%s: %d checks failed\n", name, failed_checks);
     return failed_checks ? EXIT_FAILURE : EXIT_SUCCESS;

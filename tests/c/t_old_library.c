@@ -1,9 +1,7 @@
 /* t_old_library.c - the loader on GPU libraries as they may be found: one from before E8, one of a later ABI, a file that
  * is none, no file. What an old library can do runs there; the rest runs on the CPU and says why.
  *
- *     t_old_library FOLDER      the folder of stub_old.so, stub_old_e8.so, stub_future.so and stub_empty.so */
-#define _GNU_SOURCE /* setenv */
-
+ *     t_old_library FOLDER      the folder of the stub libraries */
 #include <pthread.h>
 
 #include "coli/coli.h"
@@ -21,11 +19,21 @@ typedef void (*stop)(void);
 typedef int (*count_devices)(void);
 typedef void (*count_tensors)(int device, size_t *tensors, size_t *bytes);
 
+#ifdef _WIN32
+#define SUFFIX ".dll"
+#define BESIDE_LIBCOLI "\\coli_cuda.dll"
+#define BY_NAME "; coli_cuda.dll"
+#else
+#define SUFFIX ".so"
+#define BESIDE_LIBCOLI "/libcoli_cuda.so"
+#define BY_NAME "; libcoli_cuda.so"
+#endif
+
 static const char *folder;
 
 static const char *stub(const char *name) {
     static _Thread_local char path[4096];
-    snprintf(path, sizeof path, "%s/%s.so", folder, name);
+    snprintf(path, sizeof path, "%s/%s" SUFFIX, folder, name);
     return path;
 }
 
@@ -49,7 +57,7 @@ static void check_refused(const char *path, coli_status expected, const char *pa
 static void refusals(void) {
     check_refused(stub("stub_future"), COLI_E_ABI, "ABI 99.3");
     check_refused(stub("stub_empty"), COLI_E_NO_LIBRARY, "coli_cuda_init");
-    check_refused(stub("stub_missing"), COLI_E_NO_LIBRARY, "stub_missing.so");
+    check_refused(stub("stub_missing"), COLI_E_NO_LIBRARY, "stub_missing" SUFFIX);
     check_refused(__FILE__, COLI_E_NO_LIBRARY, "t_old_library.c");
     check_refused("", COLI_E_ARGUMENT, "empty path");
     CHECK(coli_backend_open(stub("stub_old"), NULL) == COLI_E_ARGUMENT, "opened to nowhere");
@@ -57,21 +65,21 @@ static void refusals(void) {
 
 static void search_order(void) {
     coli_backend *backend = NULL;
-    setenv("COLI_CUDA_LIB", stub("stub_old"), 1);
+    set_variable("COLI_CUDA_LIB", stub("stub_old"));
     CHECK_OK(coli_backend_open(NULL, &backend));
-    CHECK(says(coli_backend_path(backend), "stub_old.so"), "loaded %s", coli_backend_path(backend));
+    CHECK(says(coli_backend_path(backend), "stub_old" SUFFIX), "loaded %s", coli_backend_path(backend));
     coli_backend_close(backend);
 
-    setenv("COLI_CUDA_LIB", stub("stub_missing"), 1);
+    set_variable("COLI_CUDA_LIB", stub("stub_missing"));
     check_refused(NULL, COLI_E_NO_LIBRARY, "COLI_CUDA_LIB");
-    check_refused(NULL, COLI_E_NO_LIBRARY, "stub_missing.so");
-    unsetenv("COLI_CUDA_LIB");
+    check_refused(NULL, COLI_E_NO_LIBRARY, "stub_missing" SUFFIX);
+    set_variable("COLI_CUDA_LIB", NULL);
 
     if (coli_backend_open(NULL, &backend) == COLI_OK) {
         coli_backend_close(backend); /* a real library is installed here */
     } else {
-        CHECK(says(coli_last_error(), "/libcoli_cuda.so"), "beside libcoli was not tried: %s", coli_last_error());
-        CHECK(says(coli_last_error(), "; libcoli_cuda.so"), "the system's search was not tried: %s", coli_last_error());
+        CHECK(says(coli_last_error(), BESIDE_LIBCOLI), "beside libcoli was not tried: %s", coli_last_error());
+        CHECK(says(coli_last_error(), BY_NAME), "the system's search was not tried: %s", coli_last_error());
     }
 }
 
@@ -118,7 +126,7 @@ static void features(const coli_backend *backend) {
         const char *why = coli_backend_why_not(backend, absent[i][0]);
         CHECK(says(why, absent[i][1]), "%s: %s", absent[i][0], why ? why : "offered");
     }
-    CHECK(says(coli_backend_why_not(backend, "e8"), "stub_old.so"), "%s", coli_backend_why_not(backend, "e8"));
+    CHECK(says(coli_backend_why_not(backend, "e8"), "stub_old" SUFFIX), "%s", coli_backend_why_not(backend, "e8"));
     CHECK(says(coli_backend_why_not(NULL, "int8"), "no GPU library"), "%s", coli_backend_why_not(NULL, "int8"));
     CHECK(coli_backend_why_not(backend, NULL), "NULL is a feature");
 
@@ -155,16 +163,16 @@ static void check_not_configured(coli_backend *backend, const char *why) {
 
 static void devices(coli_backend *backend) {
 #define NOT_CONFIGURED "GPU 0 is not among the 0 that coli_backend_init or coli_cuda_init configured"
-    static const char silent[] = "stub_old.so: coli_cuda_init returned 0 (this library does not say why)";
+    static const char silent[] = "stub_old" SUFFIX ": coli_cuda_init returned 0 (this library does not say why)";
     count_devices configured = (count_devices)coli_backend_symbol(backend, "coli_cuda_device_count");
     stop shut_down = (stop)coli_backend_symbol(backend, "coli_cuda_shutdown");
     check_not_configured(backend, NOT_CONFIGURED);
     check_not_started(backend, (const int[]){0}, 0, COLI_E_NO_DEVICE, silent);
     check_not_started(backend, (const int[]){0}, 99, COLI_E_NO_DEVICE, silent);
     check_not_started(NULL, NULL, 0, COLI_E_ARGUMENT, "needs a backend");
-    setenv("STUB_NO_DEVICE", "1", 1);
+    set_variable("STUB_NO_DEVICE", "1");
     check_not_started(backend, NULL, 0, COLI_E_NO_DEVICE, silent);
-    unsetenv("STUB_NO_DEVICE");
+    set_variable("STUB_NO_DEVICE", NULL);
     check_not_configured(backend, NOT_CONFIGURED "; the last coli_backend_init failed: coli_cuda_init returned 0 (this "
                                                  "library does not say why)");
     CHECK_OK(coli_backend_init(backend, NULL, 0));
@@ -217,9 +225,9 @@ static void placements(coli_backend *backend) {
     }
 
     coli_matrix refused = random_matrix("int8", O, I, 0, 8);
-    setenv("STUB_REFUSES_UPLOADS", "1", 1);
+    set_variable("STUB_REFUSES_UPLOADS", "1");
     check_placement(backend, 0, &refused, "coli_cuda_tensor_upload returned 0 (this library does not say why)");
-    unsetenv("STUB_REFUSES_UPLOADS");
+    set_variable("STUB_REFUSES_UPLOADS", NULL);
     release_matrix(&refused);
 
     coli_matrix bad = {.format = COLI_INT8, .rows = O, .columns = I};
@@ -245,9 +253,9 @@ static void fallback(coli_backend *backend) {
     CHECK_OK(coli_matmul(&m, x, 1, expected));
 
     coli_set_log(keep_line, logged);
-    setenv("COLI_GPU_FAIL_AFTER", "0", 1);
+    set_variable("COLI_GPU_FAIL_AFTER", "0");
     CHECK_OK(coli_placed_matmul(placed, x, 1, y));
-    unsetenv("COLI_GPU_FAIL_AFTER");
+    set_variable("COLI_GPU_FAIL_AFTER", NULL);
     coli_set_log(NULL, NULL);
     CHECK(!memcmp(y, expected, sizeof y), "the fallback is not the CPU's result");
     CHECK(coli_placed_device(placed) == 0, "a failed call moved the matrix to %d", coli_placed_device(placed));
@@ -299,9 +307,9 @@ static void experts(coli_backend *backend) {
     check_expert(gate, up, down, m, NULL);
     check_expert(gate, up, e8, with_e8, "coli_cuda_e8_set_grid");
     CHECK(says(coli_placed_why_cpu(gate), "its down matrix is on the CPU"), "%s", coli_placed_why_cpu(gate));
-    setenv("COLI_GPU_FAIL_AFTER", "0", 1);
+    set_variable("COLI_GPU_FAIL_AFTER", "0");
     check_expert(gate, up, down, m, "coli_cuda_expert_mlp returned 0");
-    unsetenv("COLI_GPU_FAIL_AFTER");
+    set_variable("COLI_GPU_FAIL_AFTER", NULL);
 
     float x[I], y[I] = {0};
     CHECK(coli_placed_expert_mlp(gate, up, gate, x, 1, y) == COLI_E_SHAPE, "a gate was taken for a down matrix");
@@ -371,9 +379,9 @@ static void fp8_tables(coli_backend *backend, start init, stop shut_down) {
         for (int i = 0; i < 3; i++) check_placement(backend, 0, &m, NULL);
         CHECK(tables() == round, "the table was published %d times in %d rounds", tables(), round);
         if (round == 2) {
-            setenv("STUB_REFUSES_UPLOADS", "1", 1);
+            set_variable("STUB_REFUSES_UPLOADS", "1");
             check_placement(backend, 0, &m, "coli_cuda_tensor_upload returned 0");
-            unsetenv("STUB_REFUSES_UPLOADS");
+            set_variable("STUB_REFUSES_UPLOADS", NULL);
         }
         shut_down();
     }

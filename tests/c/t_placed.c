@@ -2,8 +2,6 @@
  * experts, unrotated E8, other codebooks, fallbacks. Where there is no GPU it exits with 77.
  *
  *     t_placed LIBRARY */
-#define _GNU_SOURCE /* setenv */
-
 #include <pthread.h>
 
 #include "coli/coli.h"
@@ -86,9 +84,9 @@ static void check_expert(const char *gate_format, const char *down_format, int d
     CHECK(error < 1e-5, "gate %s, down %s, flags %d: off by %.3g", gate_format, down_format, down_flags, error);
     for (int i = 0; i < 3; i++) check_reason(placed[i], "expert", NULL);
 
-    setenv("COLI_GPU_FAIL_AFTER", "0", 1);
+    set_variable("COLI_GPU_FAIL_AFTER", "0");
     CHECK_OK(coli_placed_expert_mlp(placed[0], placed[1], placed[2], x, S, y));
-    unsetenv("COLI_GPU_FAIL_AFTER");
+    set_variable("COLI_GPU_FAIL_AFTER", NULL);
     CHECK(!memcmp(y, expected, sizeof y), "the fallback is not the CPU's result");
     for (int i = 0; i < 3; i++) {
         check_reason(placed[i], "fallback", "coli_cuda_expert_mlp: ");

@@ -6,6 +6,9 @@
  * without a codebook it computes E8 with zeros; it takes every E8 down matrix for a rotated one, and rotates hidden rows in
  * blocks of at most 4096; in groups it takes E8 for int2. fp8 it refuses until it has a table.
  *
+ * WITHOUT_ISSUE takes issue and take out, as in still older ones; WITHOUT_MATMUL a name that no host can do without. NEWER
+ * is a library of a later minor version of this ABI, with a name that nobody knows yet.
+ *
  * STUB_NO_DEVICE=1 in the environment: coli_cuda_init refuses. STUB_REFUSES_UPLOADS=1: uploads do. */
 #include <math.h>
 #include <stdint.h>
@@ -313,6 +316,7 @@ static void multiply(const ColiCudaTensor *t, const float *x, int S, float *y) {
     }
 }
 
+#ifndef WITHOUT_MATMUL
 int coli_cuda_matmul(ColiCudaTensor **tensor, float *y, const float *x, const void *weights, const float *scales,
                      int format, int S, int I, int O, int device, int group_size) {
     if (refuses() || S < 1 || !coli_cuda_tensor_upload_g(tensor, weights, scales, format, I, O, device, group_size))
@@ -320,6 +324,7 @@ int coli_cuda_matmul(ColiCudaTensor **tensor, float *y, const float *x, const vo
     multiply(*tensor, x, S, y);
     return 1;
 }
+#endif
 
 static int is_expert(const ColiCudaTensor *gate, const ColiCudaTensor *up, const ColiCudaTensor *down) {
     return gate && up && down && gate->device == up->device && gate->device == down->device && gate->I == up->I &&
@@ -365,6 +370,7 @@ int coli_cuda_expert_group(ColiCudaTensor *const *gates, ColiCudaTensor *const *
     return 1;
 }
 
+#ifndef WITHOUT_ISSUE
 int coli_cuda_expert_group_issue(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups, ColiCudaTensor *const *downs,
                                  const int *rows, int count, const float *x) {
     int total = 0;
@@ -390,6 +396,17 @@ const float *coli_cuda_expert_group_take(int device) {
     issued[at] = NULL;
     return taken[at];
 }
+#endif
+
+#ifdef NEWER
+int coli_cuda_abi_version(void) {
+    return 1007;
+}
+
+int coli_cuda_teleport(void) {
+    return 42;
+}
+#endif
 
 /*------   Names that hosts demand and that this library does not offer   ------*/
 

@@ -143,9 +143,10 @@ COLI_API coli_status coli_expert_mlp(const coli_matrix *gate, const coli_matrix 
 /* A loaded libcoli_cuda (or any library with the same names, older ones too). */
 typedef struct coli_backend coli_backend;
 
-/* Loads `path`; with NULL, COLI_CUDA_LIB, or else libcoli_cuda beside libcoli, or else by the system's search. Each entry
- * point is resolved on its own: what is missing disables the features that need it and nothing else. COLI_E_NO_LIBRARY
- * and COLI_E_ABI say in words what was tried. *backend belongs to the caller. */
+/* Loads `path` (UTF-8); with NULL, COLI_CUDA_LIB, or else libcoli_cuda beside libcoli, beside the program, or by the
+ * system's search. The first file that is there is the one, whether it loads or not. Each entry point is resolved on its
+ * own: what is missing disables the features that need it and nothing else. COLI_E_NO_LIBRARY and COLI_E_ABI say in words
+ * what was tried and what the system's loader said. *backend belongs to the caller. */
 COLI_API coli_status coli_backend_open(const char *path, coli_backend **backend);
 /* Releases the backend; the library itself may stay loaded until the process ends. Tensors and devices in use must be
  * released first. NULL is allowed. */

@@ -9,7 +9,10 @@
 
 #include "coli_version.h"
 
-#if defined(_WIN32)
+/* COLI_STATIC is for programs that hold the functions themselves, as with coli_loader.c: Windows then expects no DLL. */
+#if defined(COLI_STATIC)
+#define COLI_API
+#elif defined(_WIN32)
 #if defined(COLI_BUILD)
 #define COLI_API __declspec(dllexport)
 #else
