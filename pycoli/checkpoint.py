@@ -25,6 +25,9 @@ __all__ = ["Checkpoint", "ExpertWeights", "recorded_input_name"]
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
+FP8_SCALES_SUFFIX = "_scale_inv"
+"""The scales of an fp8 matrix have its name and this."""
+
 _FOREIGN = {
     ".bin": "PyTorch .bin files are not read; convert to safetensors",
     ".pt": "PyTorch .pt files are not read; convert to safetensors",
@@ -109,7 +112,7 @@ class Checkpoint:
             The layer has none, some are missing, or the configuration tells another number.
         """
         found = self._layer(layer)
-        count = self._fused_shapes(found)[0] if isinstance(found, FusedLayer) else found.count(layer, self._listing)
+        count = self.fused_shapes(found)[0] if isinstance(found, FusedLayer) else found.count(layer, self._listing)
         expected = self._config_size("num_experts", "n_routed_experts", "num_local_experts")
         if expected is not None and expected != count:
             raise CheckpointError(
@@ -144,6 +147,39 @@ class Checkpoint:
         for matrix, (weights, shape) in zip(found.matrices, shapes, strict=True):
             self._check_shape(found.tensor(expert, matrix), weights.shape, shape)
         return ExpertWeights(gate, up, down, tuple(self._source(found.tensor(expert, m)) for m in found.matrices))
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._file_of)
+
+    def file(self, name: str) -> TensorFile:
+        """The file that holds a tensor. CheckpointError where it is missing."""
+        return self._holder(name)
+
+    def files(self) -> list[TensorFile]:
+        """All files that hold tensors. CheckpointError where one is missing."""
+        return [self._holder(name) for name in dict(zip(self._file_of.values(), self._file_of, strict=True)).values()]
+
+    def config_text(self) -> bytes | None:
+        """The configuration as it stands, the text of a config.json; None without one."""
+        if self.path.is_file() and "config" in self._file(self.path).metadata:
+            return self._file(self.path).metadata["config"].encode()
+        folder = self.path if self.path.is_dir() else self.path.parent
+        return (folder / "config.json").read_bytes() if (folder / "config.json").exists() else None
+
+    def rows(self, name: str, first: int, last: int) -> np.ndarray:
+        """The rows first ... last - 1 of a matrix as exact float32, read and not mapped; fp8 through its block scales.
+
+        Raises
+        ------
+        CheckpointError
+            The matrix is missing or of an unknown type, or its block scales are missing or of a wrong shape.
+        """
+        file = self._holder(name)
+        rows = file.read(name, first, last, file.shape(name)[1])
+        if self._float_type(name) == "F8_E4M3":
+            return _scaled(rows, *self._fp8_scales(name), first)
+        return rows.astype(np.float32)
 
     def recorded_input(self, layer: int) -> np.ndarray | None:
         """Recorded inputs of the layer's MoE block, float32 [tokens, D]; None where the checkpoint carries none."""
@@ -236,16 +272,21 @@ class Checkpoint:
 
     def _float32(self, name: str) -> np.ndarray:
         """A tensor as exact float32, fp8 through its block scales."""
+        fp8 = self._float_type(name) == "F8_E4M3"
+        values = self._holder(name).view(name)
+        return _scaled(values, *self._fp8_scales(name)) if fp8 else values.astype(np.float32)
+
+    def _float_type(self, name: str) -> str:
+        """The type of a tensor that can be made float32."""
         file = self._holder(name)
         kind = file.dtype(name)
-        if kind == "F8_E4M3":
-            return self._float32_of_fp8(name, file.view(name))
-        if kind not in ("F32", "BF16", "F16"):
+        if kind not in ("F32", "BF16", "F16", "F8_E4M3"):
             raise CheckpointError(f"{name} in {file.path}: expected type F32, BF16, F16 or F8_E4M3, got {kind}")
-        return file.view(name).astype(np.float32)
+        return kind
 
-    def _float32_of_fp8(self, name: str, codes: np.ndarray) -> np.ndarray:
-        scale_name = f"{name}_scale_inv"
+    def _fp8_scales(self, name: str) -> tuple[np.ndarray, tuple[int, int]]:
+        """The block scales of an fp8 matrix in float32, and the rows and columns of a block."""
+        scale_name = name + FP8_SCALES_SUFFIX
         if scale_name not in self._file_of:
             raise CheckpointError(f"{self._listing}: {name} is F8_E4M3, but its block scales {scale_name} are missing")
         scale_file = self._holder(scale_name)
@@ -254,15 +295,12 @@ class Checkpoint:
                 f"{scale_name} in {scale_file.path}: expected type F32, BF16 or F8_E8M0, "
                 f"got {scale_file.dtype(scale_name)}"
             )
-        block = self._fp8_block()
-        if codes.ndim != 2:
-            raise CheckpointError(f"{name}: expected a matrix beside block scales, got shape {list(codes.shape)}")
-        expected = tuple(-(-size // step) for size, step in zip(codes.shape, block, strict=True))
+        block, shape = self._fp8_block(), self._holder(name).shape(name)
+        if len(shape) != 2:
+            raise CheckpointError(f"{name}: expected a matrix beside block scales, got shape {list(shape)}")
+        expected = tuple(-(-size // step) for size, step in zip(shape, block, strict=True))
         self._check_shape(scale_name, scale_file.shape(scale_name), expected)
-        scales = scale_file.view(scale_name).astype(np.float32)
-        for axis, step in enumerate(block):
-            scales = np.repeat(scales, min(step, codes.shape[axis]), axis=axis)
-        return codes.astype(np.float32) * scales[: codes.shape[0], : codes.shape[1]]
+        return scale_file.view(scale_name).astype(np.float32), block
 
     def _fp8_block(self) -> tuple[int, int]:
         quantization = self._config.get("quantization_config")
@@ -290,7 +328,7 @@ class Checkpoint:
 
     # All experts in one tensor
 
-    def _fused_shapes(self, layer: FusedLayer) -> tuple[int, int, int, bool]:
+    def fused_shapes(self, layer: FusedLayer) -> tuple[int, int, int, bool]:
         """Number of experts, inner and hidden size, and whether the matrices are transposed.
 
         As written, gate_up is [E, 2 I, D] and down [E, D, I]; transposed, [E, D, 2 I] and [E, I, D]. No shapes fit
@@ -318,7 +356,7 @@ class Checkpoint:
         )
 
     def _fused_expert(self, layer: FusedLayer, number: int, expert: int) -> ExpertWeights:
-        count, inner, _, transposed = self._fused_shapes(layer)
+        count, inner, _, transposed = self.fused_shapes(layer)
         if not 0 <= expert < count:
             raise CheckpointError(f"{self._listing}: layer {number} has experts 0 to {count - 1}, got {expert}")
         gate_up, down = self._slice(layer.gate_up, expert), self._slice(layer.down, expert)
@@ -333,3 +371,9 @@ class Checkpoint:
         if file.dtype(name) not in ("F32", "BF16", "F16"):
             raise CheckpointError(f"{name} in {file.path}: expected type F32, BF16 or F16, got {file.dtype(name)}")
         return file.view(name)[expert].astype(np.float32)
+
+
+def _scaled(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int], first: int = 0) -> np.ndarray:
+    """Rows of an fp8 matrix, from row `first` on, times the scales of their blocks."""
+    of_row = scales[(first + np.arange(len(codes))) // min(block[0], first + len(codes))]
+    return codes.astype(np.float32) * np.repeat(of_row, min(block[1], codes.shape[1]), axis=1)[:, : codes.shape[1]]

@@ -16,7 +16,7 @@ import numpy as np
 from ._arrays import seal
 from ._json import parse_json, positive_integer, read_json
 from .errors import ArgumentError, CheckpointError, ColiError, StateError
-from .layout import SCALES_SUFFIX, Encoding, Stamps, candidates, e8_tag
+from .layout import SCALES_SUFFIX, Encoding, Stamps, candidates, e8_tag, sizes
 from .naming import ROLES, FusedLayer, SeparateLayer, expert_role, model_layers, number_ranges
 from .tensorfile import TensorFile
 from .weights import Weights, parse_format
@@ -57,14 +57,17 @@ class StoredMatrix:
         """Bytes that read_into() takes up, rounded up so that another matrix can follow."""
         return _aligned(self.file.nbytes(self.name)) + _aligned(self._scale_bytes)
 
-    def weights(self) -> Weights:
-        """The matrix; its data is the map of the file."""
-        scales = self.scales_file and self._scales(self.scales_file.data(self.name + SCALES_SUFFIX))
-        rotated = self.encoding.rotated
+    def weights(self, first: int = 0, last: int | None = None) -> Weights:
+        """The matrix, or its rows first ... last - 1 (`first` a multiple of 128); its data is the map of the file."""
+        fmt, last = self.encoding.fmt, self.shape[0] if last is None else last
+        start = sizes(fmt, (first, self.shape[1])) if first else (0, 0)
+        end = sizes(fmt, (last, self.shape[1]))
+        data, scales = self.file.data(self.name)[start[0] : end[0]], None
+        if self.scales_file:
+            scales = self._scales(self.scales_file.data(self.name + SCALES_SUFFIX)[start[1] : end[1]])
+        shape = (last - first, self.shape[1])
         try:
-            return Weights.from_bytes(
-                self.file.data(self.name), fmt=self.encoding.fmt, shape=self.shape, scales=scales, rotated=rotated
-            )
+            return Weights.from_bytes(data, fmt=fmt, shape=shape, scales=scales, rotated=self.encoding.rotated)
         except ColiError as error:
             raise CheckpointError(f"{self.name} in {self.file.path}: {error}") from error
 
@@ -210,8 +213,19 @@ class Container:
             raise CheckpointError(f"{self.path}: expected gate and up [I, D] and down [D, I], got {shapes}")
         return gate, up, down
 
-    def stored(self, name: str) -> StoredMatrix:
-        """Where an encoded matrix lies. CheckpointError where it is missing, or its shape or format is not known."""
+    def stored(self, name: str, shape: tuple[int, int] | None = None) -> StoredMatrix:
+        """Where an encoded matrix lies.
+
+        Parameters
+        ----------
+        shape : (int, int), optional
+            [O, I], for a matrix of which neither the configuration nor a stamp says it.
+
+        Raises
+        ------
+        CheckpointError
+            The matrix is missing, or its shape or format is not known, or another shape is.
+        """
         file, stamps = self._holder(name), self._stamps[self._holder(name).path]
         kind = f"{file.dtype(name)} {list(file.shape(name))}"
         if file.dtype(name) == "F32" and len(file.shape(name)) == 2:
@@ -221,7 +235,7 @@ class Container:
         scales_file = self._file_of.get(name + SCALES_SUFFIX)
         if scales_file is None:
             raise CheckpointError(f"{name} in {file.path}: its scales {name}{SCALES_SUFFIX} are missing")
-        shape = self._shape(name, stamps)
+        shape = self._shape(name, stamps, shape)
         nbytes = file.nbytes(name), scales_file.nbytes(name + SCALES_SUFFIX)
         found = candidates(shape, *nbytes, scales_file.dtype(name + SCALES_SUFFIX))
         encoding = stamps.choose(name, found, shape, nbytes)
@@ -235,6 +249,10 @@ class Container:
             )
         return StoredMatrix(name, file, None, shape, encoding)
 
+    def shape_is_known(self, name: str) -> bool:
+        """Whether configuration or stamp say the shape of a matrix; existing hosts' files do so for few but experts."""
+        return bool(self._config_shape(name) or self._stamps[self._holder(name).path].shape(name))
+
     def names(self) -> list[str]:
         """Names of all matrices and other tensors, without those of scales."""
         return [
@@ -242,6 +260,9 @@ class Container:
             for name in self._file_of
             if not (name.endswith(SCALES_SUFFIX) and name[: -len(SCALES_SUFFIX)] in self._file_of)
         ]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
 
     def file(self, name: str) -> TensorFile:
         """The file that holds a tensor. CheckpointError where there is none."""
@@ -299,14 +320,18 @@ class Container:
     def _config_size(self, *keys: str) -> int | None:
         return positive_integer(self._sizes, self._config_source, *keys)
 
-    def _shape(self, name: str, stamps: Stamps, in_file: tuple[int, int] | None = None) -> tuple[int, int]:
-        """The shape of a matrix by the configuration and the stamp, or the file itself, which must agree."""
-        by_config, stamped = self._config_shape(name), in_file or stamps.shape(name)
-        if by_config and stamped and by_config != stamped:
-            raise CheckpointError(
-                f"{self.path}: {name}: expected shape {list(by_config)} ({self._config_source}), got {list(stamped)}"
-            )
-        shape = by_config or stamped
+    def _shape(self, name: str, stamps: Stamps, in_file: tuple[int, ...] | None) -> tuple[int, int]:
+        """The shape of a matrix by the configuration, the stamp and the file or caller, which must agree."""
+        said = {
+            self._config_source: self._config_shape(name),
+            "its stamp": stamps.shape(name),
+            "the file": tuple(in_file) if in_file else None,
+        }
+        shapes = {shape for shape in said.values() if shape}
+        if len(shapes) > 1:
+            text = ", ".join(f"{list(shape)} ({source})" for source, shape in said.items() if shape)
+            raise CheckpointError(f"{self.path}: {name}: its shapes differ: {text}")
+        shape = shapes.pop() if shapes else None
         if shape is None:
             raise CheckpointError(
                 f"{self.path}: the shape of {name} is not known: neither {self._config_source} nor a stamp says it"

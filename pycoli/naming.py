@@ -131,6 +131,11 @@ def model_layers(names: Iterable[str], listing: str | Path) -> dict[int, Separat
     return by_prefix[sizes[0]]
 
 
+def natural_order(name: str) -> list:
+    """A key that sorts numbers in names by value: layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)]
+
+
 def number_ranges(numbers: list[int]) -> str:
     """``[0, 1, 2, 5]`` as ``"0-2, 5"``."""
     runs: list[list[int]] = []

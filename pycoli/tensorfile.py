@@ -6,6 +6,7 @@ end cannot return fp8, nor a part of a tensor, so the arrays are views made here
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import mmap
@@ -28,7 +29,7 @@ DTYPES = {
 }
 """The floating-point types that can be viewed, by their names in the file."""
 
-_BITS = {
+BITS = {
     **{name: 8 * dtype.itemsize for name, dtype in DTYPES.items()},
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("I16", "U16"), 16),
@@ -135,11 +136,11 @@ class TensorFile:
             There is no such tensor, or it has another type.
         """
         dtype = self._viewable(name)
-        return np.ndarray(self.shape(name), dtype, buffer=self._map, offset=self._offset(name))
+        return np.ndarray(self.shape(name), dtype, buffer=self._map, offset=self.offset(name))
 
     def data(self, name: str) -> np.ndarray:
         """The bytes of a tensor of any type, a read-only uint8 [nbytes] view of the map; the tensor must be there."""
-        return np.ndarray(self.nbytes(name), np.uint8, buffer=self._map, offset=self._offset(name))
+        return np.ndarray(self.nbytes(name), np.uint8, buffer=self._map, offset=self.offset(name))
 
     def read_into(self, name: str, out: np.ndarray, start: int = 0) -> None:
         """Reads bytes of a tensor, which must be there, from its byte `start` on into the uint8 array `out`.
@@ -148,7 +149,7 @@ class TensorFile:
         """
         buffer = memoryview(out).cast("B")
         with open(self.path, "rb", buffering=0) as file:
-            file.seek(self._offset(name) + start)
+            file.seek(self.offset(name) + start)
             while buffer:
                 count = file.readinto(buffer)
                 if not count:
@@ -157,8 +158,9 @@ class TensorFile:
                     )
                 buffer = buffer[count:]
 
-    def read(self, name: str, first: int, last: int) -> np.ndarray:
-        """A copy of the elements first ... last - 1 of a tensor's first dimension in its own type, one of `DTYPES`.
+    def read(self, name: str, first: int, last: int, columns: int) -> np.ndarray:
+        """A copy of the rows first ... last - 1 of a tensor that is taken for rows of so many columns: [n, columns] in
+        its own type, one of `DTYPES`.
 
         Raises
         ------
@@ -166,12 +168,16 @@ class TensorFile:
             As view(); or the file has become shorter.
         """
         dtype = self._viewable(name)
-        rest = self.shape(name)[1:]
-        out = np.empty((last - first, *rest), dtype)
-        self.read_into(name, out.reshape(-1).view(np.uint8), first * math.prod(rest) * dtype.itemsize)
+        out = np.empty((last - first, columns), dtype)
+        self.read_into(name, out.reshape(-1).view(np.uint8), first * columns * dtype.itemsize)
         return out
 
-    def _offset(self, name: str) -> int:
+    def fingerprint(self) -> str:
+        """A text that is another one for a file of other tensors: its size and the SHA-256 of its header."""
+        return f"{len(self._map)} {hashlib.sha256(self._map[: self._data_start]).hexdigest()}"
+
+    def offset(self, name: str) -> int:
+        """Where a tensor's data begins in the file."""
         return self._data_start + self._tensors[name]["data_offsets"][0]
 
     def _viewable(self, name: str) -> np.dtype:
@@ -190,7 +196,7 @@ def _wrong_entry(entry: object, data_bytes: int) -> str | None:
     if not isinstance(entry, dict):
         return f"expected an object, got {entry!r:.60}"
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or dtype not in _BITS:
+    if not isinstance(dtype, str) or dtype not in BITS:
         return f"unknown type {dtype!r:.60}"
     if not _are_naturals(shape):
         return f"expected a shape of whole numbers, got {shape!r:.60}"
@@ -198,7 +204,7 @@ def _wrong_entry(entry: object, data_bytes: int) -> str | None:
         return f"expected data_offsets of a start and an end, got {offsets!r:.60}"
     if offsets[1] > data_bytes:
         return f"it ends at byte {offsets[1]}, but the file has {data_bytes} bytes of data"
-    bits = math.prod(shape) * _BITS[dtype]
+    bits = math.prod(shape) * BITS[dtype]
     if bits != 8 * (offsets[1] - offsets[0]):
         return f"{dtype} {shape!r:.60} takes {-(-bits // 8)} bytes, but its data_offsets have {offsets[1] - offsets[0]}"
     return None

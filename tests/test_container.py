@@ -233,7 +233,10 @@ def test_a_stamp_that_contradicts_the_sizes(tmp_path, rng):
         ({"coli.tensors": '{"GATE": {"format": 3, "shape": [256, 512]}}'}, "GATE.*fmt must be a name"),
         ({"coli.tensors": '{"GATE": {"format": "e8", "shape": [256]}}'}, r"GATE.*expected a shape \[O, I\]"),
         ({"coli.tensors": '{"GATE": {"format": "e8", "shape": [256, 1e9]}}'}, r"GATE.*expected a shape \[O, I\]"),
-        ({"coli.tensors": '{"GATE": {"format": "e8", "shape": [512, 256]}}'}, r"GATE: expected shape \[256, 512\]"),
+        (
+            {"coli.tensors": '{"GATE": {"format": "e8", "shape": [512, 256]}}'},
+            r"GATE: its shapes differ: \[256, 512\] \(.*config.json\), \[512, 256\] \(its stamp\)",
+        ),
         ({"coli.tensors": '{"GATE": {"format": "e8", "rotated": 1}}'}, "GATE.*expected rotated to be true or false"),
     ],
 )
