@@ -141,12 +141,16 @@ class Checkpoint:
                 f"{self._listing}: layer {layer} has experts {number_ranges(sorted(found.experts))}, got {expert}"
             )
         gate, up, down = (self._matrix(found.tensor(expert, matrix)) for matrix in found.matrices)
-        inner = self._config_size("moe_intermediate_size", "intermediate_size") or gate.shape[0]
-        hidden = self._config_size("hidden_size") or gate.shape[-1]
+        inner, hidden = (said or got for said, got in zip(self.expert_shape(), gate.shape, strict=True))
         shapes = ((gate, (inner, hidden)), (up, (inner, hidden)), (down, (hidden, inner)))
         for matrix, (weights, shape) in zip(found.matrices, shapes, strict=True):
             self._check_shape(found.tensor(expert, matrix), weights.shape, shape)
         return ExpertWeights(gate, up, down, tuple(self._source(found.tensor(expert, m)) for m in found.matrices))
+
+    def expert_shape(self) -> tuple[int | None, int | None]:
+        """Rows and columns of an expert's gate as the configuration says them, None where it does not."""
+        inner = self._config_size("moe_intermediate_size", "intermediate_size")
+        return inner, self._config_size("hidden_size")
 
     def names(self) -> list[str]:
         """Names of all tensors."""

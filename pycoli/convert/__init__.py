@@ -167,7 +167,7 @@ def _run(
         for shard in to_do:
             manifest.shards[shard.name] = write_shard(shard, folder, pool, jobs, advance)
             manifest.save()
-    for result in manifest.shards.values():
+    for _, result in sorted(manifest.shards.items()):  # always the same order, so that sums have the same bits
         for key, loss in result.losses.items():
             report.losses.setdefault(key, Loss()).add(loss)
     for name, content in companions.items():

@@ -195,6 +195,7 @@ def make_plan(source: Source, settings: Settings, layer_count: int | None = None
         A tensor cannot be stored as the settings say.
     """
     tensors = source.tensors()
+    _check_experts(source, tensors)
     warnings = _Warnings(source.warnings())
     taken_over = _layers_to_take_over(tensors, settings, warnings)
     planned = [_plan_tensor(tensor, settings, taken_over, warnings) for tensor in tensors]
@@ -256,7 +257,7 @@ def _plan_tensor(tensor: SourceTensor, settings: Settings, taken_over: set[str],
     if wanted is None or (settings.keep is not None and re.search(settings.keep, tensor.name)):
         return PlannedTensor(tensor, kind, None)
     if 0 in tensor.shape:
-        raise CheckpointError(f"{tensor.source}: expected at least one row and column, got {list(tensor.shape)}")
+        return PlannedTensor(tensor, kind, None)
     if wanted == SOURCE:
         return _as_in_source(tensor, kind)
     if wanted == "f32":
@@ -271,6 +272,30 @@ def _plan_tensor(tensor: SourceTensor, settings: Settings, taken_over: set[str],
     if wanted != "e8" and tensor.native == encoding:
         return PlannedTensor(tensor, kind, encoding, take_over=True)
     return PlannedTensor(tensor, kind, encoding)
+
+
+def _check_experts(source: Source, tensors: Iterable[SourceTensor]) -> None:
+    """Raises unless the experts of a layer are float matrices, gate and up [I, D] and down [D, I], of the sizes that
+    the configuration has, or of those of the layer's first."""
+    wanted = source.expert_shape()
+    gate_of: dict[int, tuple[int | None, int | None]] = {}
+    for tensor in tensors:
+        role = expert_role(tensor.name)
+        if role is None:
+            continue
+        if not tensor.is_float:
+            raise CheckpointError(f"{tensor.source}: expected a float type, got {tensor.dtype}")
+        if len(tensor.shape) != 2 or 0 in tensor.shape:
+            raise CheckpointError(f"{tensor.source}: expected a matrix, got shape {list(tensor.shape)}")
+        inner, hidden = tensor.shape[::-1] if role == "down" else tensor.shape
+        layer = layer_number(tensor.name)
+        expected = gate_of.setdefault(layer, (wanted[0] or inner, wanted[1] or hidden))
+        if (inner, hidden) != expected:
+            shape = list(expected[::-1] if role == "down" else expected)
+            raise CheckpointError(
+                f"{tensor.source}: expected shape {shape} (of the configuration or the layer's other experts), "
+                f"got {list(tensor.shape)}"
+            )
 
 
 def _as_in_source(tensor: SourceTensor, kind: str) -> PlannedTensor:

@@ -19,7 +19,7 @@ from .plan import PlannedTensor, ShardPlan
 
 __all__ = ["Loss", "ShardResult", "digest", "replace_file", "write_shard"]
 
-_CHUNK_FLOATS = 2**22
+_CHUNK_FLOATS = 2**20
 _CHUNK_ROWS = 128
 """A chunk is this many rows, which is what one block of fp8 scales covers, or several times as many while they have
 fewer floats than that."""
@@ -202,12 +202,13 @@ def _write_chunk(path: Path, data_start: int, shard: ShardPlan, chunk: _Chunk) -
 
 
 def squared_error(w: np.ndarray, decoded: np.ndarray) -> tuple[float, float]:
-    """Sums of the squared differences and of the squares, in float64."""
-    difference = (decoded - w).reshape(-1)
-    flat = w.reshape(-1)
-    parts = range(0, flat.size, 2**16)
-    error = sum(float(np.dot(d, d)) for i in parts for d in (difference[i : i + 2**16].astype(np.float64),))
-    energy = sum(float(np.dot(d, d)) for i in parts for d in (flat[i : i + 2**16].astype(np.float64),))
+    """Sums of the squared differences and of the squares, in float64, without BLAS, whose threads get in the way of
+    those of the conversion."""
+    w, decoded, error, energy = w.reshape(-1), decoded.reshape(-1), 0.0, 0.0
+    for first in range(0, w.size, 2**14):
+        part = w[first : first + 2**14].astype(np.float64)
+        error += float(np.square(decoded[first : first + 2**14] - part).sum())
+        energy += float(np.square(part).sum())
     return error, energy
 
 

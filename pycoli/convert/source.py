@@ -101,6 +101,10 @@ class Source(ABC):
     def companions(self) -> dict[str, bytes | Path]:
         """Other files of the container, by name: their content, or a file to copy."""
 
+    def expert_shape(self) -> tuple[int | None, int | None]:
+        """Rows and columns of an expert's gate as the configuration says them."""
+        return None, None
+
     def warnings(self) -> list[str]:
         """What a user should know of what cannot be taken over."""
         return []
@@ -211,6 +215,9 @@ class CheckpointSource(Source):
 
     def fingerprint(self) -> list[str]:
         return [f"{file.path.name} {file.fingerprint()}" for file in self._checkpoint.files()]
+
+    def expert_shape(self) -> tuple[int | None, int | None]:
+        return self._checkpoint.expert_shape()
 
     def companions(self) -> dict[str, bytes | Path]:
         folder = self.path if self.path.is_dir() else self.path.parent
