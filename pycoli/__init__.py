@@ -16,6 +16,7 @@ __path__ = extend_path(__path__, __name__)
 
 from . import _lib, cpu
 from .backend import Backend, open_backend
+from .container import Container, EncodedExpert
 from .device import Device, Tensor
 from .errors import (
     ArgumentError,
@@ -47,9 +48,11 @@ __all__ = [
     "BackendError",
     "CheckpointError",
     "ColiError",
+    "Container",
     "Device",
     "DeviceError",
     "DtypeError",
+    "EncodedExpert",
     "Expert",
     "ExpertGroup",
     "Format",

@@ -21,8 +21,9 @@ from tqdm import tqdm
 import pycoli
 
 from ..backend import NOT_INSTALLED
-from ..checkpoint import Checkpoint, number_ranges, recorded_input_name
+from ..checkpoint import Checkpoint, recorded_input_name
 from ..errors import ArgumentError, CheckpointError, ColiError, OutOfMemoryError
+from ..naming import number_ranges
 from ..tensorfile import TensorFile
 from .doctor import isa_warning
 from .measure import ERROR_LIMIT, ROWS_PER_CALL, TIMING_CALLS, UNRELATED, Measurement, measure
