@@ -185,6 +185,64 @@ class Checkpoint:
             return _scaled(rows, *self._fp8_scales(name), first)
         return rows.astype(np.float32)
 
+    def router(self, layer: int) -> dict:
+        """What a layer's router is, as `Router` takes it: weight float32 [E, D], top_k, kind, ...
+
+        Raises
+        ------
+        CheckpointError
+            The router's weight is missing or of a wrong shape, or the configuration does not say how many experts a row
+            has.
+        """
+        names = [f"{self._block(layer)}{name}.weight" for name in ("gate", "router")]
+        weight, bias = self._first_of(names), self._float32_or_none(f"{self._block(layer)}gate.e_score_correction_bias")
+        if weight is None:
+            raise CheckpointError(f"{self._listing}: layer {layer} has no router: {' or '.join(names)} is missing")
+        hidden = self.expert(layer, 0).gate.shape[1]
+        self._check_shape(names[0], weight.shape, (self.expert_count(layer), hidden))
+        top_k = self._config_size("num_experts_per_tok", "moe_top_k")
+        if top_k is None:
+            raise CheckpointError(f"{self._config_source}: num_experts_per_tok is needed to route, and missing")
+        kind = str(self._config.get("scoring_func") or ("softmax" if bias is None else "sigmoid"))
+        renormalise = bool(self._config.get("norm_topk_prob", self.model_type == "mixtral"))
+        groups = self._config_size("n_group") or 0
+        if groups < 2 or self._config.get("topk_method") == "greedy":
+            groups = 0
+        scale = float(self._config.get("routed_scaling_factor") or 1.0)
+        return {
+            "weight": weight,
+            "top_k": top_k,
+            "kind": kind,
+            "renormalise": renormalise,
+            "groups": groups,
+            "top_groups": (self._config_size("topk_group") or 1) if groups else 0,
+            "bias": bias,
+            # models with softmax scale weights that they do not renormalise, and no others
+            "scale": 1.0 if kind == "softmax" and renormalise else scale,
+        }
+
+    def shared_expert(self, layer: int) -> tuple[ExpertWeights, np.ndarray | None] | None:
+        """The expert that every row of a layer passes, and the vector float32 [D] whose product with a row, through a
+        sigmoid, is its factor (None: 1). None where the layer has no such expert."""
+        for stem in (f"{self._block(layer)}shared_experts.", f"{self._block(layer)}shared_expert."):
+            names = [f"{stem}{matrix}.weight" for matrix in ("gate_proj", "up_proj", "down_proj")]
+            if names[0] in self._file_of:
+                gate, up, down = (self._matrix(name) for name in names)
+                factor = self._float32_or_none(f"{self._block(layer)}shared_expert_gate.weight")
+                weights = ExpertWeights(gate, up, down, tuple(self._source(name) for name in names))
+                return weights, None if factor is None else factor.reshape(-1)
+        return None
+
+    def _block(self, layer: int) -> str:
+        """What the names of everything in a layer's MoE block begin with."""
+        return self._layer(layer).stem.removesuffix("experts.")
+
+    def _first_of(self, names: list[str]) -> np.ndarray | None:
+        return next((self._float32(name) for name in names if name in self._file_of), None)
+
+    def _float32_or_none(self, name: str) -> np.ndarray | None:
+        return self._first_of([name])
+
     def recorded_input(self, layer: int) -> np.ndarray | None:
         """Recorded inputs of the layer's MoE block, float32 [tokens, D]; None where the checkpoint carries none."""
         name = recorded_input_name(layer)

@@ -82,6 +82,11 @@ def _parser() -> argparse.ArgumentParser:
         help="float rows [tokens, hidden size]: a .npy file, or FILE.safetensors[:TENSOR]; without it the rows "
         "recorded in the checkpoint, else Gaussian ones",
     )
+    run.add_argument(
+        "--layer-forward",
+        action="store_true",
+        help="run the whole layer with its router in place of its experts one by one, and show which paths they took",
+    )
     run.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the Gaussian rows (default 0)")
     add_options(run)
 
