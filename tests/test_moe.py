@@ -297,9 +297,19 @@ class TestPaths:
     def test_few_rows_are_issued_and_many_are_a_group(self, backend, rng):
         experts = e8_experts(8)
         with pycoli.MoELayer(experts, devices=["cuda:0"]) as layer:
+            for rows in (1, 3):
+                check_layer(layer, experts, rng, rows=rows, top_k=8)
+                assert set(paths(layer)) == {"issue"}
+            check_layer(layer, experts, rng, rows=40, top_k=8)
+            assert set(paths(layer)) == {"group"}
+
+    def test_formats_that_meet_different_rows_are_issued_by_rows(self, backend, rng):
+        """The library sums up rows of one x alone."""
+        experts = mixed_experts(8)
+        with pycoli.MoELayer(experts, devices=["cuda:0"]) as layer:
             check_layer(layer, experts, rng, rows=1, top_k=8)
             assert set(paths(layer)) == {"issue"}
-            check_layer(layer, experts, rng, rows=3, top_k=3)
+            check_layer(layer, experts, rng, rows=3, top_k=8)
             assert set(paths(layer)) == {"group"}
 
     def test_the_cpu_has_its_share(self, backend, rng):
@@ -312,7 +322,7 @@ class TestPaths:
             assert paths(layer) == {"issue": on_gpu, "cpu": 6 - on_gpu}
             size = sum(m.nbytes for m in experts[0])
             assert layer.stats()["last"]["cpu_bytes"] == size * (6 - on_gpu)
-            check_layer(layer, experts, rng, rows=20, top_k=6)
+            check_layer(layer, experts, rng, rows=100, top_k=6)
             assert set(paths(layer)) == {"group", "cpu"}
 
     def test_an_old_library_keeps_what_it_can(self, old_backend, rng):
@@ -330,9 +340,11 @@ class TestPaths:
         [
             (["expert_group_issue"], {"group"}, {"group"}),
             (["expert_group_take"], {"group"}, {"group"}),
-            (["expert_group"], {"issue"}, {"single"}),
+            (["expert_group_issue_sum"], {"issue"}, {"group"}),
+            (["expert_group"], {"issue"}, {"issue"}),
+            (["expert_group", "expert_group_issue_sum"], {"issue"}, {"single"}),
             (["expert_group", "expert_group_issue"], {"single"}, {"single"}),
-            (["expert_mlp"], {"issue"}, {"group"}),
+            (["expert_mlp"], {"issue"}, {"issue"}),
             (["expert_group", "expert_group_issue", "expert_mlp"], {"cpu"}, {"cpu"}),
             (["e8_set_grid"], {"cpu"}, {"cpu"}),
         ],
@@ -394,7 +406,7 @@ def simulated(simt_lib, monkeypatch):
 
 
 class TestFaults:
-    @pytest.mark.parametrize(("rows", "top_k"), [(1, 4), (6, 4)])
+    @pytest.mark.parametrize(("rows", "top_k"), [(1, 4), (70, 4)])
     def test_every_call_that_fails(self, backend, monkeypatch, rng, rows, top_k):
         experts = e8_experts(6)
         with pycoli.MoELayer(experts, devices=["cuda:0"]) as layer:
@@ -414,7 +426,7 @@ class TestFaults:
                 assert layer.why_cpu(int(ids[0, 0])) is None
             assert 1 <= allowed < 19
 
-    @pytest.mark.parametrize(("rows", "top_k"), [(1, 4), (6, 4)])
+    @pytest.mark.parametrize(("rows", "top_k"), [(1, 4), (70, 4)])
     def test_every_runtime_call_that_fails(self, simulated, rng, rows, top_k):
         experts = e8_experts(6)
         with pycoli.MoELayer(experts, devices=["cuda:0"]) as layer:
@@ -470,7 +482,7 @@ class TestFaults:
             assert "taken off the GPU" in layer.why_cpu(0)
             layer.place(["cuda:0"])
             check_layer(layer, experts, rng)
-            assert set(paths(layer)) == {"group"}
+            assert set(paths(layer)) == {"issue"}
 
     def test_a_shutdown_behind_its_back(self, simulated, rng):
         """What a C host may do: the tensors are gone, and the layer goes on from host memory."""

@@ -28,6 +28,7 @@
     X(expert_mlp)                                                                                                          \
     X(expert_group)                                                                                                        \
     X(expert_group_issue)                                                                                                  \
+    X(expert_group_issue_sum)                                                                                              \
     X(expert_group_take)                                                                                                   \
     X(last_error)                                                                                                          \
     X(last_status)

@@ -28,14 +28,16 @@ typedef struct share {
     int number;
     moe_expert *expert;
     size_t begin, rows;    /* places in the sorted pairs */
-    const float *x, *x_up; /* [rows, D]; the same unless gate and up are rotated differently */
+    float *packed;         /* room for the rows, twice where gate and up are rotated differently; NULL: taken in place */
+    const float *x, *x_up; /* [rows, D], for gate and up; NULL until they are packed */
     float *y;              /* [rows, D], room for the result */
-    const float *result;   /* y, or memory of the backend; NULL until it is computed */
-    coli_moe_path path;    /* that computed it */
+    const float *result;   /* y, or memory of the backend; NULL where it is in the sums of its job */
+    int done;
+    coli_moe_path path; /* that computed it */
     int failed[COLI_MOE_PATHS];
 } share;
 
-typedef enum job_state { WAITING, ISSUED, ON_THREAD } job_state;
+typedef enum job_state { WAITING, ISSUED, ISSUED_SUMS, ON_THREAD } job_state;
 
 /* The shares of one GPU. */
 typedef struct job {
@@ -45,8 +47,11 @@ typedef struct job {
     coli_backend *backend;
     int device;
     job_state state;
+    const float *sums;        /* [S, D] of the backend: what its shares add to y; NULL where each has a result of its own */
     ColiCudaTensor **tensors; /* [3, count], room for the arguments of a group */
     int *group_rows;          /* [count] */
+    int *tokens;              /* [rows] */
+    float *weights;           /* [rows] */
     coli_thread thread;
     char why[WHY_BYTES]; /* the last failure; "" for none */
 } job;
@@ -59,6 +64,8 @@ typedef struct call {
     size_t *first;       /* [experts + 1]: the pairs of expert e are first[e] ... first[e + 1] - 1 */
     int *tokens;         /* [pairs]: row of x */
     float *pair_weights; /* [pairs] */
+    int *job_tokens;     /* [pairs of the call]: the same for the jobs, those of each side by side */
+    float *job_weights;
     int blocks;
     /* of one block: */
     share *shares; /* [experts], GPU by GPU, those of the CPU last */
@@ -93,6 +100,8 @@ static void lay_out_index(call *c, arena *a, size_t pairs) {
     c->first = part(a, experts + 1, sizeof *c->first);
     c->tokens = part(a, pairs, sizeof *c->tokens);
     c->pair_weights = part(a, pairs, sizeof *c->pair_weights);
+    c->job_tokens = part(a, pairs, sizeof *c->job_tokens);
+    c->job_weights = part(a, pairs, sizeof *c->job_weights);
     c->shares = part(a, experts, sizeof *c->shares);
     c->jobs = part(a, experts, sizeof *c->jobs);
     c->tensors = part(a, 3 * experts, sizeof *c->tensors);
@@ -139,12 +148,20 @@ static int block_end(const call *c, int begin) {
     return end;
 }
 
-static int needs_rotation(const call *c) {
+/* A matrix that rows must be rotated for; NULL where no expert with rows has one. */
+static const coli_matrix *needs_rotation(const call *c) {
     for (int e = 0; e < moe_experts(c->layer); e++) {
         const coli_expert *m = &c->layer->experts[e].matrices;
-        if (rows_of(c, e) && (coli_matrix_rotated(&m->gate) || coli_matrix_rotated(&m->up))) return 1;
+        if (rows_of(c, e) && coli_matrix_rotated(&m->gate)) return &m->gate;
+        if (rows_of(c, e) && coli_matrix_rotated(&m->up)) return &m->up;
     }
-    return 0;
+    return NULL;
+}
+
+static coli_status rotate_once(call *c) {
+    const float *x;
+    const coli_matrix *matrix = needs_rotation(c);
+    return matrix ? coli_rows_for(&c->rows, matrix, &x) : COLI_OK;
 }
 
 static coli_status allocate_rows(call *c) {
@@ -156,7 +173,7 @@ static coli_status allocate_rows(call *c) {
         for (int e = begin; e < end; e++) floats += share_floats(c, e);
         if (floats > most) most = floats;
     }
-    int rotates = needs_rotation(c), sums_beside = c->blocks > 1;
+    int rotates = needs_rotation(c) != NULL, sums_beside = c->blocks > 1;
     size_t bytes = (most + x_floats * (size_t)(rotates + sums_beside)) * sizeof(float);
     float *memory = moe_reserve(&c->layer->floats, bytes);
     RETURN_ERROR_IF(!memory, COLI_E_MEMORY, "no memory for %zu bytes of rows on their way to %d experts", bytes,
@@ -208,7 +225,8 @@ static share *add_share(call *c, int number) {
     return next;
 }
 
-static void fill_job(call *c, job *j, int begin, int end) {
+/* *pairs counts those of the jobs before. */
+static void fill_job(call *c, job *j, int begin, int end, size_t *pairs) {
     int first = c->share_count;
     for (int e = begin; e < end; e++) {
         if (rows_of(c, e) && is_on(&c->layer->experts[e], j)) j->rows += add_share(c, e)->rows;
@@ -217,45 +235,57 @@ static void fill_job(call *c, job *j, int begin, int end) {
     j->count = c->share_count - first;
     j->tensors = c->tensors + 3 * first;
     j->group_rows = c->group_rows + first;
+    j->tokens = c->job_tokens + *pairs;
+    j->weights = c->job_weights + *pairs;
+    *pairs += j->rows;
 }
 
 static void sort_shares(call *c, int begin, int end) {
+    size_t pairs = 0;
     c->share_count = 0;
     list_jobs(c, begin, end);
-    for (int i = 0; i < c->job_count; i++) fill_job(c, &c->jobs[i], begin, end);
+    for (int i = 0; i < c->job_count; i++) fill_job(c, &c->jobs[i], begin, end, &pairs);
     c->cpu_first = c->share_count;
     for (int e = begin; e < end; e++) {
         if (rows_of(c, e) && !c->layer->experts[e].backend) add_share(c, e);
     }
 }
 
-/* The rows that a matrix of the share must meet, in memory from *next on, or where they are. */
-static coli_status pack(call *c, const share *s, const coli_matrix *matrix, float **next, const float **packed) {
-    const float *x;
-    FORWARD_ERROR(coli_rows_for(&c->rows, matrix, &x));
-    *packed = x;
-    if (takes_rows_in_place(c, s->number)) return COLI_OK;
-    coli_pack_rows(x, c->layer->D, c->tokens + s->begin, s->rows, *next);
-    *packed = *next;
-    *next += s->rows * (size_t)c->layer->D;
-    return COLI_OK;
+/* The rows that a matrix must meet. The rotated copy is made before any share needs it. */
+static const float *rows_for(call *c, const coli_matrix *matrix) {
+    const float *x = c->rows.x;
+    coli_rows_for(&c->rows, matrix, &x);
+    return x;
 }
 
-/* Rows of all shares, side by side for those of a job, as groups want them; then room for the results, likewise. */
-static coli_status pack_shares(call *c) {
+/* Where the rows of all shares are to be packed, side by side for those of a job, as groups want them; then room for the
+ * results, likewise. */
+static void assign_room(call *c) {
+    size_t D = (size_t)c->layer->D;
     float *next = c->packed;
     for (int i = 0; i < c->share_count; i++) {
         share *s = &c->shares[i];
-        const coli_expert *m = &s->expert->matrices;
-        FORWARD_ERROR(pack(c, s, &m->gate, &next, &s->x));
-        s->x_up = s->x;
-        if (needs_two_inputs(m)) FORWARD_ERROR(pack(c, s, &m->up, &next, &s->x_up));
+        if (takes_rows_in_place(c, s->number)) continue;
+        s->packed = next;
+        next += s->rows * D * (1 + (size_t)needs_two_inputs(&s->expert->matrices));
     }
     for (int i = 0; i < c->share_count; i++) {
         c->shares[i].y = next;
-        next += c->shares[i].rows * (size_t)c->layer->D;
+        next += c->shares[i].rows * D;
     }
-    return COLI_OK;
+}
+
+static void pack(call *c, share *s) {
+    const coli_expert *m = &s->expert->matrices;
+    const int *tokens = c->tokens + s->begin;
+    int D = c->layer->D;
+    s->x = rows_for(c, &m->gate);
+    s->x_up = rows_for(c, &m->up);
+    if (!s->packed) return; /* where they are */
+    coli_pack_rows(s->x, D, tokens, s->rows, s->packed);
+    s->x = s->packed;
+    if (needs_two_inputs(m)) coli_pack_rows(s->x_up, D, tokens, s->rows, s->packed + s->rows * (size_t)D);
+    s->x_up = needs_two_inputs(m) ? s->packed + s->rows * (size_t)D : s->x;
 }
 
 /*------   Experts on GPUs   ------*/
@@ -272,7 +302,7 @@ static int hidden_of(const share *s) {
     return s->expert->matrices.gate.rows;
 }
 
-/* Shares from `first` on that one group of a path may hold: of one shape, their rows side by side. */
+/* Shares from `first` on that one group of a path may hold. */
 static int group_length(const job *j, int first, coli_moe_path path) {
     int count = 0;
     size_t rows = 0;
@@ -280,7 +310,6 @@ static int group_length(const job *j, int first, coli_moe_path path) {
     while (first + count < j->count && count < COLI_CUDA_MAX_EXPERTS) {
         const share *next = &s[count];
         if (!next->expert->can[path] || hidden_of(next) != hidden_of(s) || next->rows > INT_MAX - rows) break;
-        if (count && next->x != s[count - 1].x + s[count - 1].rows * (size_t)s->expert->matrices.gate.columns) break;
         rows += next->rows;
         count++;
     }
@@ -295,11 +324,14 @@ static void set_group(job *j, int first, int count) {
     }
 }
 
-static void mark_done(job *j, int first, int count, const float *results, int D, coli_moe_path path) {
+/* `results` are rows [rows, D] of these shares side by side; NULL where they went into sums. */
+static void mark_done(job *j, int first, int count, const float *results, coli_moe_path path) {
     for (int i = first; i < first + count; i++) {
-        j->shares[i].result = results;
-        j->shares[i].path = path;
-        results += j->shares[i].rows * (size_t)D;
+        share *s = &j->shares[i];
+        s->result = results;
+        s->path = path;
+        s->done = 1;
+        if (results) results += s->rows * (size_t)s->expert->matrices.gate.columns;
     }
 }
 
@@ -308,36 +340,82 @@ static void mark_failed(job *j, int first, int count, coli_moe_path path, const 
     for (int i = first; i < first + count; i++) j->shares[i].failed[path] = 1;
 }
 
-static int columns_of(const job *j) {
-    return j->shares->expert->matrices.gate.columns;
+static void pack_job(call *c, job *j) {
+    for (int i = 0; i < j->count; i++) pack(c, &j->shares[i]);
+}
+
+/* Rows up to which sums are issued: the caller's thread gathers them. */
+#define SUM_ROWS 256
+
+/* The library can sum up rows where all experts meet the same x. */
+static int may_issue_sums(const call *c, const job *j) {
+    if (!j->backend->call.expert_group_issue_sum || j->rows > SUM_ROWS || c->rows.S > SUM_ROWS) return 0;
+    for (int i = 0; i < j->count; i++) {
+        if (coli_matrix_rotated(&j->shares[i].expert->matrices.gate) !=
+            coli_matrix_rotated(&j->shares->expert->matrices.gate))
+            return 0;
+    }
+    return 1;
+}
+
+/* Tokens and weights of the job's pairs, side by side. */
+static void list_pairs(call *c, job *j) {
+    size_t next = 0;
+    for (int i = 0; i < j->count; i++) {
+        const share *s = &j->shares[i];
+        memcpy(j->tokens + next, c->tokens + s->begin, s->rows * sizeof *j->tokens);
+        memcpy(j->weights + next, c->pair_weights + s->begin, s->rows * sizeof *j->weights);
+        next += s->rows;
+    }
+}
+
+/* 1 when the group that the job is was issued. */
+static int issue_sums(call *c, job *j) {
+    int n = j->count, S = (int)c->rows.S;
+    const float *x = rows_for(c, &j->shares->expert->matrices.gate);
+    list_pairs(c, j);
+    return j->backend->call.expert_group_issue_sum(j->tensors, j->tensors + n, j->tensors + 2 * n, j->group_rows, n, x, S,
+                                                   j->tokens, S, j->tokens, j->weights);
+}
+
+static int issue_rows(call *c, job *j) {
+    int n = j->count;
+    pack_job(c, j);
+    return j->backend->call.expert_group_issue(j->tensors, j->tensors + n, j->tensors + 2 * n, j->group_rows, n,
+                                               j->shares->x);
 }
 
 /* A job that is one group of few rows is issued, where the device has none outstanding. */
-static void issue(job *j) {
-    int fits = j->rows <= COLI_CUDA_MAX_ISSUE_ROWS && group_length(j, 0, COLI_MOE_ISSUE) == j->count;
-    if (!fits || atomic_flag_test_and_set(turn_of(j->device))) return;
-    int n = j->count;
-    set_group(j, 0, n);
-    if (j->backend->call.expert_group_issue(j->tensors, j->tensors + n, j->tensors + 2 * n, j->group_rows, n,
-                                            j->shares->x)) {
-        j->state = ISSUED;
+static void issue(call *c, job *j) {
+    int sums = may_issue_sums(c, j), fits = sums || j->rows <= COLI_CUDA_MAX_ISSUE_ROWS;
+    if (!fits || group_length(j, 0, COLI_MOE_ISSUE) < j->count) return;
+    if (atomic_flag_test_and_set(turn_of(j->device))) return;
+    set_group(j, 0, j->count);
+    if (sums ? issue_sums(c, j) : issue_rows(c, j)) {
+        j->state = sums ? ISSUED_SUMS : ISSUED;
         return;
     }
-    mark_failed(j, 0, n, COLI_MOE_ISSUE, "coli_cuda_expert_group_issue");
+    mark_failed(j, 0, j->count, COLI_MOE_ISSUE, sums ? "coli_cuda_expert_group_issue_sum" : "coli_cuda_expert_group_issue");
     atomic_flag_clear(turn_of(j->device));
 }
 
-/* Waits for an issued job. Its rows belong to the backend until end_turn(). */
+static int is_issued(const job *j) {
+    return j->state == ISSUED || j->state == ISSUED_SUMS;
+}
+
+/* Waits for an issued job. What comes belongs to the backend until end_turn(). */
 static void take(job *j) {
     const float *rows = j->backend->call.expert_group_take(j->device);
-    if (rows)
-        mark_done(j, 0, j->count, rows, columns_of(j), COLI_MOE_ISSUE);
-    else
+    if (!rows) {
         mark_failed(j, 0, j->count, COLI_MOE_ISSUE, "coli_cuda_expert_group_take");
+        return;
+    }
+    if (j->state == ISSUED_SUMS) j->sums = rows;
+    mark_done(j, 0, j->count, j->sums ? NULL : rows, COLI_MOE_ISSUE);
 }
 
 static void end_turn(job *j) {
-    if (j->state == ISSUED) atomic_flag_clear(turn_of(j->device));
+    if (is_issued(j)) atomic_flag_clear(turn_of(j->device));
     j->state = WAITING;
 }
 
@@ -346,7 +424,7 @@ static int run_group(job *j, int first, int count) {
     set_group(j, first, count);
     ColiCudaTensor **t = j->tensors;
     if (j->backend->call.expert_group(t, t + count, t + 2 * count, j->group_rows, count, s->y, s->x)) {
-        mark_done(j, first, count, s->y, columns_of(j), COLI_MOE_GROUP);
+        mark_done(j, first, count, s->y, COLI_MOE_GROUP);
         return 1;
     }
     mark_failed(j, first, count, COLI_MOE_GROUP, "coli_cuda_expert_group");
@@ -359,7 +437,7 @@ static void run_single(job *j, int index) {
     for (int k = 0; k < 3; k++) t[k] = coli_placed_tensor(s->expert->placed[k]);
     if (!s->expert->can[COLI_MOE_SINGLE] || s->rows > INT_MAX) return;
     if (j->backend->call.expert_mlp(t[0], t[1], t[2], s->y, s->x, (int)s->rows))
-        mark_done(j, index, 1, s->y, columns_of(j), COLI_MOE_SINGLE);
+        mark_done(j, index, 1, s->y, COLI_MOE_SINGLE);
     else
         mark_failed(j, index, 1, COLI_MOE_SINGLE, "coli_cuda_expert_mlp");
 }
@@ -369,7 +447,7 @@ static void run(void *argument) {
     job *j = argument;
     for (int first = 0, count; first < j->count; first += count) {
         count = 1;
-        if (j->shares[first].result) continue;
+        if (j->shares[first].done) continue;
         int grouped = group_length(j, first, COLI_MOE_GROUP);
         if (grouped) count = grouped;
         if (grouped && run_group(j, first, count)) continue;
@@ -378,20 +456,25 @@ static void run(void *argument) {
 }
 
 /* Issued, or else on a thread where there is something to do meanwhile; a job that waits is run when the CPU is done. */
-static void start(job *j, int others) {
-    issue(j);
-    if (j->state == ISSUED || !others) return;
-    if (coli_thread_start(&j->thread, run, j)) j->state = ON_THREAD;
+static void start(call *c, job *j) {
+    int others = c->share_count > j->count;
+    issue(c, j);
+    if (is_issued(j)) return;
+    pack_job(c, j);
+    if (others && coli_thread_start(&j->thread, run, j)) j->state = ON_THREAD;
 }
 
-/* After this, a share without a result is the CPU's. */
-static void finish(job *j) {
+/* After this, a share that is not done is the CPU's. */
+static void finish(call *c, job *j) {
     if (j->state == ON_THREAD) {
         coli_thread_join(&j->thread);
         j->state = WAITING;
         return;
     }
-    if (j->state == ISSUED) take(j);
+    if (is_issued(j)) {
+        take(j);
+        if (!j->shares->done) pack_job(c, j);
+    }
     run(j);
 }
 
@@ -400,9 +483,11 @@ static void finish(job *j) {
 static coli_status compute(call *c, share *s) {
     FORWARD_ERROR(moe_need_host(c->layer, s->number));
     const coli_expert *m = &s->expert->matrices;
+    if (!s->x) pack(c, s);
     FORWARD_ERROR(coli_expert_compute(&m->gate, &m->up, &m->down, s->x, s->x_up, s->rows, s->y));
     s->result = s->y;
     s->path = COLI_MOE_CPU;
+    s->done = 1;
     c->layer->last.cpu_bytes += coli_matrix_bytes(&m->gate) + coli_matrix_bytes(&m->up) + coli_matrix_bytes(&m->down);
     return COLI_OK;
 }
@@ -417,7 +502,7 @@ static coli_status compute_anew(call *c, share *s) {
 static coli_status recover(call *c, job *j) {
     for (int i = 0; i < j->count; i++) {
         share *s = &j->shares[i];
-        if (!s->result) FORWARD_ERROR(compute_anew(c, s));
+        if (!s->done) FORWARD_ERROR(compute_anew(c, s));
         moe_set_why(s->expert, s->path == COLI_MOE_CPU ? j->why : NULL);
     }
     if (j->why[0]) moe_note_failure(c->layer, j->why);
@@ -426,34 +511,54 @@ static coli_status recover(call *c, job *j) {
 
 /*------   The sum   ------*/
 
-/* token_pairs lists the pairs of the block by row of x, for each in the order of the experts. */
+/* Where the row of each pair is; NULL where it is in the sums of a job. */
+static void list_results(call *c) {
+    for (int i = 0; i < c->share_count; i++) {
+        const share *s = &c->shares[i];
+        for (size_t r = 0; r < s->rows; r++)
+            c->results[s->begin + r] = s->result ? s->result + r * (size_t)c->layer->D : NULL;
+    }
+}
+
+/* token_pairs lists the pairs of the block with a row of their own by row of x, for each in the order of the experts. */
 static void sort_by_token(call *c, size_t begin, size_t end) {
     size_t S = c->rows.S, *first = c->token_first;
     memset(first, 0, (S + 1) * sizeof *first);
-    for (size_t p = begin; p < end; p++) first[c->tokens[p] + 1]++;
+    for (size_t p = begin; p < end; p++) first[c->tokens[p] + 1] += c->results[p] != NULL;
     for (size_t s = 0; s < S; s++) first[s + 1] += first[s];
-    for (size_t p = begin; p < end; p++) c->token_pairs[first[c->tokens[p]]++] = p;
+    for (size_t p = begin; p < end; p++) {
+        if (c->results[p]) c->token_pairs[first[c->tokens[p]]++] = p;
+    }
     for (size_t s = S; s > 0; s--) first[s] = first[s - 1];
     first[0] = 0;
 }
 
-static void list_results(call *c) {
-    for (int i = 0; i < c->share_count; i++) {
-        const share *s = &c->shares[i];
-        for (size_t r = 0; r < s->rows; r++) c->results[s->begin + r] = s->result + r * (size_t)c->layer->D;
+/* Adds a row to y [n], which has none yet where is_first is 1. */
+static void add_row(const coli_kernels *kernels, float *y, const float *row, float weight, int n, int is_first) {
+    if (is_first) memset(y, 0, (size_t)n * sizeof *y);
+    kernels->add_scaled(y, row, weight, n);
+}
+
+static void sum_columns(const call *c, const coli_kernels *kernels, size_t token, int column, int n, int is_first) {
+    float *y = c->sum + token * (size_t)c->layer->D + column;
+    for (int i = 0; i < c->job_count; i++) {
+        const float *sums = c->jobs[i].sums;
+        if (!sums) continue;
+        add_row(kernels, y, sums + token * (size_t)c->layer->D + column, 1, n, is_first);
+        is_first = 0;
     }
+    for (size_t i = c->token_first[token]; i < c->token_first[token + 1]; i++) {
+        size_t pair = c->token_pairs[i];
+        add_row(kernels, y, c->results[pair] + column, c->pair_weights[pair], n, is_first);
+        is_first = 0;
+    }
+    if (is_first) memset(y, 0, (size_t)n * sizeof *y);
 }
 
 static void sum_token(const call *c, const coli_kernels *kernels, size_t token, int is_first) {
-    int D = c->layer->D;
-    float *y = c->sum + token * (size_t)D;
-    for (int column = 0; column < D; column += SUM_COLUMNS) {
-        int n = D - column < SUM_COLUMNS ? D - column : SUM_COLUMNS;
-        if (is_first) memset(y + column, 0, (size_t)n * sizeof *y);
-        for (size_t i = c->token_first[token]; i < c->token_first[token + 1]; i++) {
-            size_t pair = c->token_pairs[i];
-            kernels->add_scaled(y + column, c->results[pair] + column, c->pair_weights[pair], n);
-        }
+    for (int column = 0, n; column < c->layer->D; column += n) {
+        n = c->layer->D - column < SUM_COLUMNS ? c->layer->D - column : SUM_COLUMNS;
+        sum_columns(c, kernels, token, column, n, is_first);
     }
 }
 
@@ -463,6 +568,10 @@ static void sum_block(call *c, int begin, int end) {
     list_results(c);
     sort_by_token(c, first, last);
     int team = coli_team(S, (size_t)c->layer->D * (1 + (last - first) / S));
+    if (team == 1) {
+        for (size_t s = 0; s < S; s++) sum_token(c, kernels, s, begin == 0);
+        return;
+    }
     COLI_PARALLEL_FOR(team)
     for (size_t s = 0; s < S; s++) sum_token(c, kernels, s, begin == 0);
 }
@@ -486,7 +595,7 @@ static coli_status compute_cpu_shares(call *c) {
 
 /* Finishes every job, whatever becomes of the first. */
 static coli_status finish_jobs(call *c, coli_status status) {
-    for (int i = 0; i < c->job_count; i++) finish(&c->jobs[i]);
+    for (int i = 0; i < c->job_count; i++) finish(c, &c->jobs[i]);
     for (int i = 0; i < c->job_count && status == COLI_OK; i++) status = recover(c, &c->jobs[i]);
     return status;
 }
@@ -495,8 +604,8 @@ static coli_status finish_jobs(call *c, coli_status status) {
 static coli_status run_block(call *c, int begin, int end, double clock) {
     coli_moe_stats *last = &c->layer->last;
     sort_shares(c, begin, end);
-    FORWARD_ERROR(pack_shares(c));
-    for (int i = 0; i < c->job_count; i++) start(&c->jobs[i], c->share_count > c->jobs[i].count);
+    assign_room(c);
+    for (int i = 0; i < c->job_count; i++) start(c, &c->jobs[i]);
     double started = coli_seconds();
     coli_status status = compute_cpu_shares(c);
     double computed = coli_seconds();
@@ -547,6 +656,7 @@ static coli_status forward(call *c, const int *ids, const float *weights, int K,
     FORWARD_ERROR(coli_sort_pairs(ids, weights, c->rows.S, K, layer->count, c->first, c->tokens, c->pair_weights));
     if (layer->has_shared) add_shared_pairs(c, shared_weights);
     FORWARD_ERROR(allocate_rows(c));
+    FORWARD_ERROR(rotate_once(c));
     FORWARD_ERROR(run_locked(c, clock));
     layer->last.calls = 1;
     layer->last.rows = c->rows.S;

@@ -55,11 +55,12 @@ def test_call_of_8_experts(benchmark, instant_layer, part):
     library = backend._library
     tensors = [pycoli.Tensor(matrix, pycoli.Device(0, backend)) for matrix in expert]
     group = [ffi.new("ColiCudaTensor *[]", [tensor._handle] * K) for tensor in tensors]
-    packed = np.repeat(x, K, axis=0)
-    group += [ffi.new("int[]", [1] * K), K, floats(packed)]
+    group += [ffi.new("int[]", [1] * K), K]
+    zeros = ffi.new("int[]", K)
+    sums = floats(pycoli.rotate(x)), 1, zeros, 1, zeros, floats(weights)
 
     def issue_and_take():
-        return library.coli_cuda_expert_group_issue(*group), library.coli_cuda_expert_group_take(0)
+        return library.coli_cuda_expert_group_issue_sum(*group, *sums), library.coli_cuda_expert_group_take(0)
 
     assert issue_and_take()[0] == 1
     benchmark(issue_and_take)

@@ -113,13 +113,32 @@ int coli_cuda_expert_mlp(ColiCudaTensor *gate, ColiCudaTensor *up, ColiCudaTenso
     ColiCudaTensor *const gates[] = {gate}, *const ups[] = {up}, *const downs[] = {down};
     return coli_cuda_expert_group(gates, ups, downs, &S, 1, y, x);
 }
+static int give_after_delay(size_t floats) {
+    if (floats > capacity) issued = realloc(issued, (capacity = floats) * sizeof *issued);
+    issued_floats = floats;
+    return issued != NULL;
+}
+
 int coli_cuda_expert_group_issue(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups, ColiCudaTensor *const *downs,
                                  const int *rows, int count, const float *x) {
     (void)ups, (void)downs;
-    issued_floats = floats_of(gates, rows, count);
-    if (issued_floats > capacity) issued = realloc(issued, (capacity = issued_floats) * sizeof *issued);
-    memcpy(issued, x, issued_floats * sizeof *issued);
     ready_at = after_delay();
+    if (!give_after_delay(floats_of(gates, rows, count))) return 0;
+    memcpy(issued, x, issued_floats * sizeof *issued);
+    return 1;
+}
+int coli_cuda_expert_group_issue_sum(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups, ColiCudaTensor *const *downs,
+                                     const int *rows, int count, const float *x, int x_rows, const int *x_index, int tokens,
+                                     const int *row_tokens, const float *row_weights) {
+    (void)ups, (void)downs, (void)x_rows;
+    size_t D = (size_t)gates[0]->columns, total = floats_of(gates, rows, count) / D;
+    ready_at = after_delay();
+    if (!give_after_delay((size_t)tokens * D)) return 0;
+    memset(issued, 0, issued_floats * sizeof *issued);
+    for (size_t r = 0; r < total; r++) {
+        for (size_t i = 0; i < D; i++)
+            issued[(size_t)row_tokens[r] * D + i] += row_weights[r] * x[(size_t)x_index[r] * D + i];
+    }
     return 1;
 }
 const float *coli_cuda_expert_group_take(int device) {
