@@ -2,7 +2,8 @@
  *
  * The pairs (row, expert) are sorted by expert; an expert with its rows is a share. The shares of one GPU are a job. Then,
  * in this order: every job is started, the CPU computes its own shares, jobs are finished, and what failed in them is
- * computed on the next path: issue, group, single expert, CPU. At last the shares are added up in the order of the experts.
+ * computed on the next path: issue, group, single expert, CPU. At last everything is added up: sums that GPUs
+ * have made, then rows in the order of the experts.
  *
  * Many rows are computed in blocks of neighbouring experts, so that memory for packed rows stays bounded. */
 #include <limits.h>
