@@ -32,7 +32,7 @@ _FOREIGN = {
     ".bin": "PyTorch .bin files are not read; convert to safetensors",
     ".pt": "PyTorch .pt files are not read; convert to safetensors",
     ".pth": "PyTorch .pth files are not read; convert to safetensors",
-    ".gguf": "GGUF files are not read; give the Hugging Face checkpoint that the file was made from",
+    ".gguf": "GGUF files are read by pycoli convert; convert it, or give the checkpoint that it was made from",
 }
 """Weights that are often given in place of safetensors, by the end of their names, and what to do."""
 

@@ -225,7 +225,10 @@ def test_nothing_there(tmp_path):
         ("pytorch_model.bin", r"PyTorch \.bin files are not read; convert to safetensors"),
         ("model.pt", r"PyTorch \.pt files are not read; convert to safetensors"),
         ("model.pth", r"PyTorch \.pth files are not read; convert to safetensors"),
-        ("model-q4_0.gguf", "GGUF files are not read; give the Hugging Face checkpoint that the file was made from"),
+        (
+            "model-q4_0.gguf",
+            "GGUF files are read by pycoli convert; convert it, or give the checkpoint that it was made from",
+        ),
     ],
 )
 def test_weights_of_other_kinds(tmp_path, name, message):

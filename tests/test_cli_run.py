@@ -563,3 +563,43 @@ def test_device_that_fails(capsys, simulated_gpu, monkeypatch, checkpoint):
 def test_the_sample_is_small():
     sample = importlib.resources.files("pycoli") / "data" / "sample.safetensors"
     assert len(sample.read_bytes()) < 3_500_000
+
+
+# Containers
+
+
+def test_a_container(capsys, no_gpu, tmp_path, checkpoint):
+    """The experts of a container are those that encoding in memory gives: the same errors, bit for bit."""
+    assert main(["convert", str(checkpoint), str(tmp_path / "out"), "--experts", "int4-g16"]) == 0
+    capsys.readouterr()
+    code, report = run_json(capsys, tmp_path / "out", "--tokens", "5")
+    assert code == 0
+    _, in_memory = run_json(capsys, checkpoint, "--format", "int4-g16", "--tokens", "5")
+    assert report["format"] == in_memory["format"] == "int4-g16"
+    assert (report["layer"], report["model_type"]) == (3, "qwen3_moe")
+    for key in ("bytes", "bits_per_weight", "error_against_decoded"):
+        assert [e[key] for e in report["experts"]] == [e[key] for e in in_memory["experts"]]
+    assert report["experts"][0]["error_against_original"] is None
+    code, out, _ = run(capsys, tmp_path / "out", "--experts", "1")
+    assert code == 0
+    assert "not known" in out
+
+
+def test_a_container_on_the_simulated_gpu(capsys, simulated_gpu, tmp_path, checkpoint):
+    assert main(["convert", str(checkpoint), str(tmp_path / "out"), "--experts", "int8"]) == 0
+    capsys.readouterr()
+    code, report = run_json(capsys, tmp_path / "out", "--experts", "0")
+    assert code == 0
+    assert report["device"] == "cuda:0"
+
+
+def test_a_container_that_does_not_do(capsys, no_gpu, tmp_path, checkpoint):
+    assert main(["convert", str(checkpoint), str(tmp_path / "out"), "--experts", "int8"]) == 0
+    capsys.readouterr()
+    code, _, err = run(capsys, tmp_path / "out", "--format", "e8")
+    assert (code, "is a container, whose experts are encoded already" in err) == (2, True)
+    shard = tmp_path / "out" / "out-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    code, out, err = run(capsys, tmp_path / "out")
+    assert (code, out) == (2, "")
+    assert "out-00000.safetensors: expected" in err

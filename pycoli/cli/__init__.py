@@ -60,13 +60,13 @@ def _parser() -> argparse.ArgumentParser:
         "checkpoint",
         nargs="?",
         metavar="CHECKPOINT",
-        help="Hugging Face folder or .safetensors file; the sample without it",
+        help="Hugging Face folder, .safetensors file or container; the sample without it",
     )
     run.add_argument(
         "--layer", type=_natural, metavar="N", help="layer to take; the first one with routed experts by default"
     )
     run.add_argument(
-        "--format", default="e8", metavar="NAME", help="weight format, such as int8 or int4-g64 (default e8)"
+        "--format", metavar="NAME", help="weight format to encode in, such as int8 or int4-g64 (default e8)"
     )
     run.add_argument("--experts", default="all", metavar="LIST", help="such as 0,3,5-7 (default all)")
     run.add_argument(

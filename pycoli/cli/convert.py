@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from tqdm import tqdm
 
+from ..container import Container, is_container
 from ..convert import Report, Settings, convert
 from ..convert.shard import Loss
+from ..errors import ArgumentError
 from .report import RIGHT, add_options, check_output, say, sections, table, write_report
 
 
@@ -22,7 +25,11 @@ def add_parser(commands) -> None:
         "used.",
     )
     parser.add_argument("source", metavar="SRC", help="Hugging Face folder, .safetensors or .gguf file")
-    parser.add_argument("destination", metavar="DST", help="new or empty folder, or that of a conversion to go on with")
+    parser.add_argument(
+        "destination",
+        metavar="DST",
+        help="new or empty folder, or that of a conversion to go on with; OUT.gguf exports a container",
+    )
     defaults = Settings()
     parser.add_argument(
         "--experts",
@@ -56,6 +63,8 @@ def add_parser(commands) -> None:
 def command(options: argparse.Namespace) -> int:
     """The command itself; returns the exit code."""
     check_output(options)
+    if options.destination.endswith(".gguf"):
+        return _export(options)
     settings = Settings(options.experts, options.dense, options.keep, options.fallback, options.shard_size)
     # disable=None: no bar where standard error is not a terminal.
     with tqdm(desc="convert", unit="weight", unit_scale=True, disable=None, leave=False) as bar:
@@ -77,6 +86,22 @@ def command(options: argparse.Namespace) -> int:
     for warning in report.warnings:
         say(f"pycoli convert: warning: {warning}", sys.stderr)
     write_report(_as_json(report, options), _as_text(report, options), options)
+    return RIGHT
+
+
+def _export(options: argparse.Namespace) -> int:
+    """Writes a container as a GGUF file."""
+    from ..convert.gguf_source import export_gguf  # here, as it needs a package that is optional
+
+    if not is_container(options.source):
+        raise ArgumentError(f"{options.source}: a GGUF file is made of a container, which this is not")
+    with Container(options.source) as container:
+        warnings = export_gguf(container, options.destination)
+    for warning in warnings:
+        say(f"pycoli convert: warning: {warning}", sys.stderr)
+    nbytes = Path(options.destination).stat().st_size
+    report = {"source": options.source, "destination": options.destination, "bytes": nbytes, "warnings": warnings}
+    write_report(report, f"{options.destination}: {nbytes:,} bytes", options)
     return RIGHT
 
 

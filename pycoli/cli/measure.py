@@ -64,6 +64,11 @@ class Measurement:
     seconds: dict[str, float] = field(default_factory=dict)  # a call, by device
 
     @property
+    def has_original(self) -> bool:
+        """Whether the weights before encoding are known."""
+        return self.against_original.reference > 0 or self.against_original.error > 0
+
+    @property
     def bits_per_weight(self) -> float:
         return 8 * self.nbytes / self.weights
 
@@ -94,18 +99,10 @@ class Measurement:
             self.seconds[device] = self.seconds.get(device, 0.0) + other.seconds[device]
 
 
-def measure(
-    number: int,
-    original: ExpertWeights,
-    fmt: str,
-    rows: np.ndarray,
-    devices: Sequence[str],
-    encoded_one: Callable[[], object],
-) -> Measurement:
-    """Encodes one expert and runs it on every device, the chosen one first.
-
-    `encoded_one` is called after each of its three matrices.
-    """
+def encode_expert(
+    number: int, original: ExpertWeights, fmt: str, encoded_one: Callable[[], object]
+) -> list[pycoli.Weights]:
+    """Encodes one expert. `encoded_one` is called after each of its three matrices."""
     encoded = []
     for name, source in zip(("gate", "up", "down"), original.sources, strict=True):
         try:
@@ -113,20 +110,36 @@ def measure(
         except (NotFiniteError, ShapeError) as error:
             raise CheckpointError(f"{source}: expert {number}, {name} matrix: {error}") from error
         encoded_one()
+    return encoded
+
+
+def measure(
+    number: int,
+    encoded: Sequence[pycoli.Weights],
+    original: ExpertWeights | None,
+    rows: np.ndarray,
+    devices: Sequence[str],
+) -> Measurement:
+    """Runs one expert on every device, the chosen one first; `original` is what it was encoded from, if known."""
     nbytes, weights = sum(w.nbytes for w in encoded), sum(w.shape[0] * w.shape[1] for w in encoded)
-    result = Measurement(number, fmt, nbytes, weights)
+    result = Measurement(number, format_of(encoded), nbytes, weights)
     from_decoded = expert_float64(*(w.decode() for w in encoded), rows)
-    from_original = expert_float64(original.gate, original.up, original.down, rows)
+    from_original = original and expert_float64(original.gate, original.up, original.down, rows)
     for device in devices:
         outputs, result.seconds[device] = run_expert(encoded, rows, device)
         result.against_decoded[device] = RelativeError()
         result.against_decoded[device].add(outputs, from_decoded)
-        if device == devices[0]:
+        if device == devices[0] and original:
             result.against_original.add(outputs, from_original)
     return result
 
 
-def run_expert(encoded: list[pycoli.Weights], rows: np.ndarray, device: str) -> tuple[np.ndarray, float]:
+def format_of(encoded: Sequence[pycoli.Weights]) -> str:
+    """The format of an expert's matrices; where they differ all of them, gate first."""
+    return "/".join(dict.fromkeys(w.fmt if w.fmt != "e8" or w.rotated else "unrotated e8" for w in encoded))
+
+
+def run_expert(encoded: Sequence[pycoli.Weights], rows: np.ndarray, device: str) -> tuple[np.ndarray, float]:
     """Outputs of an expert for all rows, and the median time of a call in seconds, copies of the rows included.
 
     The calls for the outputs come first, so that those which are timed find everything warm.

@@ -9,7 +9,7 @@ import argparse
 import importlib.resources
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +22,22 @@ import pycoli
 
 from ..backend import NOT_INSTALLED
 from ..checkpoint import Checkpoint, recorded_input_name
+from ..container import Container, is_container
 from ..errors import ArgumentError, CheckpointError, ColiError, OutOfMemoryError
 from ..naming import number_ranges
 from ..tensorfile import TensorFile
 from .doctor import isa_warning
 from .layer import layer_forward, layer_text
-from .measure import ERROR_LIMIT, ROWS_PER_CALL, TIMING_CALLS, UNRELATED, Measurement, measure
+from .measure import (
+    ERROR_LIMIT,
+    ROWS_PER_CALL,
+    TIMING_CALLS,
+    UNRELATED,
+    Measurement,
+    encode_expert,
+    format_of,
+    measure,
+)
 from .report import RIGHT, WRONG_RESULT, check_output, sections, table, write_report
 
 DEFAULT_TOKENS = 64
@@ -64,35 +74,99 @@ def command(options: argparse.Namespace) -> int:
         return _run(options, path, "the sample")
 
 
+class _FromCheckpoint:
+    """Experts of a checkpoint, encoded when they are asked for."""
+
+    def __init__(self, path: str | Path, fmt: str | None):
+        self.checkpoint = Checkpoint(path)
+        self.path, self.fmt = self.checkpoint.path, fmt or "e8"
+        self.model_type, self.activation = self.checkpoint.model_type, self.checkpoint.activation
+        self.layers, self.count = self.checkpoint.moe_layers(), self.checkpoint.expert_count
+
+    def shape(self, layer: int, expert: int) -> tuple[int, int]:
+        return self.checkpoint.expert(layer, expert).gate.shape
+
+    def probes(self, layer: int, expert: int) -> list[pycoli.Weights]:
+        """Matrices that show where the experts can run."""
+        return [pycoli.encode(np.zeros((1, 1), np.float32), self.fmt)]
+
+    def recorded_input(self, layer: int) -> np.ndarray | None:
+        return self.checkpoint.recorded_input(layer)
+
+    def measure(self, layer: int, number: int, rows: np.ndarray, devices: Devices, bar: tqdm) -> Measurement:
+        with _reading(self.path):
+            original = self.checkpoint.expert(layer, number)
+        encoded = encode_expert(number, original, self.fmt, bar.update)
+        return measure(number, encoded, original, rows, devices.names)
+
+
+class _FromContainer:
+    """Experts of a container, as they are there."""
+
+    def __init__(self, path: str | Path, fmt: str | None):
+        if fmt is not None:
+            raise ArgumentError(f"--format: {path} is a container, whose experts are encoded already")
+        self.container = Container(path)
+        self.path, self.layers = self.container.path, self.container.layers
+        config = self.container.config
+        self.model_type, self.activation = (
+            str(config.get("model_type", "unknown")),
+            str(config.get("hidden_act") or "silu"),
+        )
+        self.fmt = ""  # known when the layer is
+
+    def count(self, layer: int) -> int:
+        return len(self.container.experts(layer))
+
+    def shape(self, layer: int, expert: int) -> tuple[int, int]:
+        return self.container.expert(layer, expert).gate.shape
+
+    def probes(self, layer: int, expert: int) -> list[pycoli.Weights]:
+        """Matrices that show where the experts can run."""
+        matrices = list(self.container.expert(layer, expert))
+        self.fmt = format_of(matrices)
+        return matrices
+
+    def recorded_input(self, layer: int) -> None:
+        """Containers carry none."""
+
+    def measure(self, layer: int, number: int, rows: np.ndarray, devices: Devices, bar: tqdm) -> Measurement:
+        with _reading(self.path):
+            encoded = self.container.expert(layer, number)
+        bar.update(len(encoded))
+        return measure(number, encoded, None, rows, devices.names)
+
+
 def _run(options: argparse.Namespace, path: str | Path, name: str) -> int:
     with _reading(path):
-        checkpoint = Checkpoint(path)
-        if checkpoint.activation not in ("silu", "swish"):
-            raise CheckpointError(f"{name}: expected experts with the activation silu, got {checkpoint.activation}")
-        layer = checkpoint.moe_layers()[0] if options.layer is None else options.layer
-        experts = parse_experts(options.experts, checkpoint.expert_count(layer))
-        inner, hidden = checkpoint.expert(layer, experts[0]).gate.shape
-    devices = choose_devices(options.format, options.device)
-    activations = load_activations(options, checkpoint, layer, hidden)
+        model = (_FromContainer if is_container(path) else _FromCheckpoint)(path, options.format)
+        if model.activation not in ("silu", "swish"):
+            raise CheckpointError(f"{name}: expected experts with the activation silu, got {model.activation}")
+        layer = model.layers[0] if options.layer is None else options.layer
+        experts = parse_experts(options.experts, model.count(layer))
+        inner, hidden = model.shape(layer, experts[0])
+        probes = model.probes(layer, experts[0])
+    devices = choose_devices(probes, options.device)
+    activations = load_activations(options, model, layer, hidden)
     if options.layer_forward:
-        return _run_layer(options, checkpoint, layer, activations, devices, name)
+        return _run_layer(options, model, layer, activations, devices, name)
     try:
-        measurements = _measure_all(options.format, checkpoint, layer, experts, activations, devices)
+        measurements = _measure_all(model, layer, experts, activations, devices)
     except OutOfMemoryError as error:
         if options.device != "auto" or devices.names == ("cpu",):
             raise
         devices = Devices(("cpu",), str(error))
-        measurements = _measure_all(options.format, checkpoint, layer, experts, activations, devices)
-    total = Measurement(None, options.format)
+        measurements = _measure_all(model, layer, experts, activations, devices)
+    total = Measurement(None, model.fmt)
     for measurement in measurements:
         total.merge(measurement)
 
     wrong = [reason for measurement in measurements for reason in measurement.wrong()]
     report = {
-        "checkpoint": str(checkpoint.path),
-        "model_type": checkpoint.model_type,
+        "checkpoint": str(model.path),
+        "model_type": model.model_type,
         "layer": layer,
-        "format": options.format,
+        "format": model.fmt,
         "hidden_size": hidden,
         "intermediate_size": inner,
         "activations": activations.source,
@@ -113,18 +187,20 @@ def _run(options: argparse.Namespace, path: str | Path, name: str) -> int:
 
 def _run_layer(
     options: argparse.Namespace,
-    checkpoint: Checkpoint,
+    model: _FromCheckpoint | _FromContainer,
     layer: int,
     activations: Activations,
     devices: Devices,
     name: str,
 ) -> int:
     """The whole layer, router and all, in place of its experts one by one."""
-    with _reading(checkpoint.path):
-        report = layer_forward(checkpoint, layer, options.format, activations.rows, devices.names[0])
+    if isinstance(model, _FromContainer):
+        raise ArgumentError(f"--layer-forward: {name} is a container; give the checkpoint that it was made from")
+    with _reading(model.path):
+        report = layer_forward(model.checkpoint, layer, model.fmt, activations.rows, devices.names[0])
     report |= {
-        "checkpoint": str(checkpoint.path),
-        "model_type": checkpoint.model_type,
+        "checkpoint": str(model.path),
+        "model_type": model.model_type,
         "activations": activations.source,
         "why": devices.reason,
     }
@@ -133,17 +209,17 @@ def _run_layer(
 
 
 def _measure_all(
-    fmt: str, checkpoint: Checkpoint, layer: int, experts: list[int], activations: Activations, devices: Devices
+    model: _FromCheckpoint | _FromContainer,
+    layer: int,
+    experts: list[int],
+    activations: Activations,
+    devices: Devices,
 ) -> list[Measurement]:
     """Measures the experts one after the other."""
-    measurements = []
     # disable=None: no bar where standard error is not a terminal.
-    with tqdm(total=3 * len(experts), desc=f"encode {fmt}", unit="matrix", disable=None, leave=False) as bar:
-        for number in experts:
-            with _reading(checkpoint.path):
-                original = checkpoint.expert(layer, number)
-            measurements.append(measure(number, original, fmt, activations.rows, devices.names, bar.update))
-    return measurements
+    doing = f"encode {model.fmt}" if isinstance(model, _FromCheckpoint) else model.fmt
+    with tqdm(total=3 * len(experts), desc=doing, unit="matrix", disable=None, leave=False) as bar:
+        return [model.measure(layer, number, activations.rows, devices, bar) for number in experts]
 
 
 @contextmanager
@@ -173,21 +249,21 @@ def parse_experts(text: str, count: int) -> list[int]:
     return sorted(chosen)
 
 
-def choose_devices(fmt: str, wanted: str) -> Devices:
-    """Where matrices of a format run: ``wanted`` is auto, cpu, cuda or cuda:N.
+def choose_devices(matrices: Sequence[pycoli.Weights], wanted: str) -> Devices:
+    """Where experts of such matrices run: ``wanted`` is auto, cpu, cuda or cuda:N.
 
     Raises
     ------
     ColiError
-        There is no such format or it cannot be encoded, or the wanted device cannot take it.
+        The wanted device cannot take them.
     """
     if wanted not in ("auto", "cpu") and not re.fullmatch(r"cuda(:[0-9]{1,6})?", wanted):
         raise ArgumentError(f"--device: expected auto, cpu, cuda or cuda:N, got {wanted!r}")
-    probe = pycoli.encode(np.zeros((1, 1), np.float32), fmt)
     if wanted == "cpu":
         return Devices(("cpu",), "as asked")
     try:
-        device, reason = pycoli.explain(probe, None if wanted == "auto" else wanted)
+        places = [pycoli.explain(matrix, None if wanted == "auto" else wanted) for matrix in matrices]
+        device, reason = next((place for place in places if place.device == "cpu"), places[0])
     except ColiError as error:
         raise ArgumentError(f"--device {wanted}: {error}") from error
     if device == "cpu":
@@ -195,14 +271,16 @@ def choose_devices(fmt: str, wanted: str) -> Devices:
     return Devices((device, "cpu"), "the best for this format" if wanted == "auto" else "as asked")
 
 
-def load_activations(options: argparse.Namespace, checkpoint: Checkpoint, layer: int, hidden: int) -> Activations:
+def load_activations(
+    options: argparse.Namespace, model: _FromCheckpoint | _FromContainer, layer: int, hidden: int
+) -> Activations:
     """The rows to run: those of ``--activations``, else the recorded ones, else Gaussian ones."""
     tokens = options.tokens or DEFAULT_TOKENS
-    with _reading(options.activations or checkpoint.path):
+    with _reading(options.activations or model.path):
         if options.activations is not None:
             rows, source = _read_activations(options.activations, layer, hidden)
         else:
-            rows, source = checkpoint.recorded_input(layer), f"recorded inputs of layer {layer}"
+            rows, source = model.recorded_input(layer), f"recorded inputs of layer {layer}"
         if rows is None:
             _check_room(tokens, hidden)
             rows = np.random.default_rng(options.seed).standard_normal((tokens, hidden), np.float32)
@@ -286,7 +364,7 @@ def _as_json(measurement: Measurement) -> dict:
         "bytes": measurement.nbytes,
         "bits_per_weight": measurement.bits_per_weight,
         "error_against_decoded": {d: _finite(e.value) for d, e in measurement.against_decoded.items()},
-        "error_against_original": _finite(measurement.against_original.value),
+        "error_against_original": _finite(measurement.against_original.value) if measurement.has_original else None,
         "seconds_per_call": measurement.seconds,
     }
 
@@ -306,7 +384,7 @@ def _as_text(report: dict, name: str, measurements: list[Measurement], total: Me
             f"{m.nbytes:,}",
             f"{m.bits_per_weight:.4f}",
             *(f"{m.against_decoded[device].value:.2e}" for device in devices.names),
-            f"{m.against_original.value:.4f}",
+            f"{m.against_original.value:.4f}" if m.has_original else "not known",
             *(_duration(m.seconds[device]) for device in devices.names),
         ]
         for m in [*measurements, total]
@@ -333,7 +411,12 @@ def _as_text(report: dict, name: str, measurements: list[Measurement], total: Me
             "error",
             [f"relative RMS against float64 of the decoded weights, in calls of {report['rows_per_call']} rows"],
         ),
-        ("vs original", [f"the same on {devices.names[0]} against the checkpoint's weights: the loss of the format"]),
+        (
+            "vs original",
+            [f"the same on {devices.names[0]} against the checkpoint's weights: the loss of the format"]
+            if total.has_original
+            else ["a container does not hold what it was made from; pycoli verify compares"],
+        ),
         (
             "time",
             [

@@ -54,8 +54,14 @@ class Report:
 
 
 def open_source(path: str | os.PathLike) -> Source:
-    """What convert() reads from: a Hugging Face folder, or a .safetensors file. CheckpointError for others."""
-    return CheckpointSource(Path(path))
+    """What convert() reads from: a Hugging Face folder, a .safetensors or a .gguf file. CheckpointError for others;
+    NotProvidedError for .gguf without the package gguf."""
+    path = Path(path)
+    if path.suffix == ".gguf" and not path.is_dir():
+        from .gguf_source import GgufSource  # here, as it needs a package that is optional
+
+        return GgufSource(path)
+    return CheckpointSource(path)
 
 
 def convert(

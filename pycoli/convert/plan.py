@@ -22,7 +22,7 @@ from ..layout import (
     sizes,
     stored_as,
 )
-from ..naming import expert_role, layer_number
+from ..naming import expert_role, layer_number, layers_by_prefix, natural_order
 from ..tensorfile import BITS
 from ..weights import format_feature, formats
 from .source import Source, SourceTensor
@@ -275,8 +275,14 @@ def _plan_tensor(tensor: SourceTensor, settings: Settings, taken_over: set[str],
 
 
 def _check_experts(source: Source, tensors: Iterable[SourceTensor]) -> None:
-    """Raises unless the experts of a layer are float matrices, gate and up [I, D] and down [D, I], of the sizes that
-    the configuration has, or of those of the layer's first."""
+    """Raises unless all matrices of a layer's experts are there, and float: gate and up [I, D] and down [D, I], of the
+    sizes that the configuration has, or of those of the layer's first."""
+    present = {tensor.name for tensor in tensors}
+    for layers in layers_by_prefix(present, source.path).values():
+        for number, layer in layers.items():
+            needed = (name for expert in range(layer.count(number, source.path)) for name in layer.tensors(expert))
+            if missing := next((name for name in needed if name not in present), None):
+                raise CheckpointError(f"{source.path}: no tensor {missing}")
     wanted = source.expert_shape()
     gate_of: dict[int, tuple[int | None, int | None]] = {}
     for tensor in tensors:
@@ -327,9 +333,8 @@ def _layers_to_take_over(tensors: Iterable[SourceTensor], settings: Settings, wa
                 text = f"{tensor.dtype}, but not all of its layer's gate and up are: encoded again, with rotation"
                 warnings.add(text, tensor.name)
     if names:
-        text = "taken over without loss and without rotation; existing hosts, which always rotate, refuse it"
-        for name in sorted(names, key=len)[:1]:
-            warnings.add(text, f"{name} and {len(names) - 1} more")
+        for name in sorted(names, key=natural_order):
+            warnings.add("taken over without rotation; existing hosts, which always rotate, refuse it", name)
     return names
 
 

@@ -188,21 +188,16 @@ class CheckpointSource(Source):
             if name not in taken and not is_scale:
                 found.append(_Plain(self._checkpoint, name))
         for by_number in layers.values():
-            for number, layer in by_number.items():
-                self._check_layer(number, layer, present)
+            for layer in by_number.values():
+                self._refuse_biases(layer, present)
+        for number in self._checkpoint.moe_layers():
+            self._checkpoint.expert_count(number)  # as many as the configuration says
         return sorted(found, key=lambda tensor: natural_order(tensor.name))
 
-    def _check_layer(self, number: int, layer: SeparateLayer | FusedLayer, present: set[str]) -> None:
-        """Raises where experts of a layer, or matrices of one, are missing, or have biases."""
+    def _refuse_biases(self, layer: SeparateLayer | FusedLayer, present: set[str]) -> None:
         biased = next((name for name in present if name.startswith(layer.stem) and name.endswith("bias")), None)
         if biased:
             raise CheckpointError(f"{self.path}: experts with biases are not supported: {biased}")
-        if isinstance(layer, SeparateLayer):
-            for expert in range(layer.count(number, self.path)):
-                if missing := [name for name in layer.tensors(expert) if name not in present]:
-                    raise CheckpointError(f"{self.path}: no tensor {missing[0]}")
-        if number in self._checkpoint.moe_layers():
-            self._checkpoint.expert_count(number)  # as many as the configuration says
 
     def _of_fused(self, layer: FusedLayer) -> Iterator[SourceTensor]:
         count, inner, hidden, transposed = self._checkpoint.fused_shapes(layer)

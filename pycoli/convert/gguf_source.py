@@ -1,0 +1,276 @@
+"""GGUF files as the source of a conversion, and containers of unrotated experts as GGUF files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..container import Container
+from ..errors import ArgumentError, CheckpointError, ColiError
+from ..gguf import GgufFile, GgufTensor, from_iq3_xxs, from_q4_0, package, to_iq3_xxs
+from ..layout import SCALES_SUFFIX, Encoding
+from ..naming import expert_role, natural_order
+from . import gguf_names as names
+from .shard import sync
+from .source import Source, SourceTensor
+
+__all__ = ["GgufSource", "export_gguf"]
+
+_INTEGERS = ("I8", "I16", "I32", "I64")
+_NATIVE = {
+    "IQ3_XXS": (Encoding("e8", rotated=False), from_iq3_xxs),
+    "Q4_0": (Encoding("int4-g32"), from_q4_0),
+}
+"""Types that a format of ours holds without loss, and what makes Weights of their blocks."""
+
+_SPLIT = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.gguf$")
+
+
+@dataclass
+class _GgufMatrix(SourceTensor):
+    """A tensor of a file, or the matrix of one expert out of it."""
+
+    name: str
+    file: GgufFile
+    tensor: GgufTensor
+    shape: tuple[int, ...]
+    first_row: int = 0
+    order: np.ndarray | None = None  # where in the file each row is
+
+    def __post_init__(self):
+        self.source = f"{self.name} ({self.tensor.name} in {self.file.path})"
+        self.is_float = self.tensor.dtype not in _INTEGERS
+        self.dtype = self.tensor.dtype
+        if self.order is None and len(self.shape) == 2 and self.dtype in _NATIVE:
+            self.native = _NATIVE[self.dtype][0]
+
+    def rows(self, first: int, last: int) -> np.ndarray:
+        if self.order is not None:
+            wanted = self.order[first:last]
+            low = int(wanted.min())
+            return self.file.rows(self.tensor, low, int(wanted.max()) + 1)[wanted - low]
+        return self.file.rows(self.tensor, self.first_row + first, self.first_row + last)
+
+    def native_rows(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray | None]:
+        row_bytes = self.file.row_bytes(self.tensor)
+        raw = self.file.read(self.tensor, (self.first_row + first) * row_bytes, (last - first) * row_bytes)
+        try:
+            weights = _NATIVE[self.dtype][1](raw, (last - first, self.columns))
+        except ColiError as error:
+            raise CheckpointError(f"{self.source}: rows {first} to {last - 1}: {error}") from error
+        return weights.data, weights.scales
+
+    def raw(self) -> np.ndarray:
+        return self.file.read(self.tensor, 0, self.tensor.nbytes)
+
+
+class GgufSource(Source):
+    """A GGUF file, or the first of a split model. CheckpointError as of GgufFile."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._files = [GgufFile(part) for part in _parts(path)]
+        self._architecture = str(self._files[0].fields.get("general.architecture", "unknown"))
+        self._unknown: list[str] = []
+        self._tensors = sorted(self._find(), key=lambda tensor: natural_order(tensor.name))
+        gates = [tensor for tensor in self._tensors if expert_role(tensor.name) == "gate"]
+        if not gates:
+            raise CheckpointError(f"{path}: no routed experts (such as blk.0.ffn_gate_exps.weight)")
+        self._shape = gates[0].shape
+        self._config = self._make_config(len(gates) // len({tensor.name.split(".experts.")[0] for tensor in gates}))
+
+    def tensors(self) -> list[SourceTensor]:
+        return list(self._tensors)
+
+    def fingerprint(self) -> list[str]:
+        return [f"{file.path.name} {file.fingerprint()}" for file in self._files]
+
+    def companions(self) -> dict[str, bytes | Path]:
+        return {"config.json": (json.dumps(self._config, indent=2) + "\n").encode()}
+
+    def warnings(self) -> list[str]:
+        lines = ["the configuration is made from the file's metadata; a tokenizer has to come from elsewhere"]
+        if self._unknown:
+            others = f" and {len(self._unknown) - 1} more" if len(self._unknown) > 1 else ""
+            lines.append(f"{self._unknown[0]}{others}: a name that is not known, kept as it is")
+        return lines
+
+    def _find(self) -> Iterator[_GgufMatrix]:
+        seen: dict[str, Path] = {}
+        for file in self._files:
+            for tensor in file.tensors.values():
+                if tensor.name in seen:
+                    raise CheckpointError(f"{tensor.name} is in {seen[tensor.name]} and again in {file.path}")
+                seen[tensor.name] = file.path
+                if place := names.experts_tensor(tensor.name):
+                    yield from self._of_all_experts(file, tensor, *place)
+                elif "_exps." in tensor.name:
+                    raise CheckpointError(f"{tensor.name} in {file.path}: experts of this kind are not supported")
+                else:
+                    yield self._other(file, tensor)
+
+    def _of_all_experts(self, file: GgufFile, tensor: GgufTensor, layer: int, role: str) -> Iterator[_GgufMatrix]:
+        if len(tensor.shape) != 3 or 0 in tensor.shape:
+            raise CheckpointError(
+                f"{tensor.name} in {file.path}: expected a matrix for each expert, got shape {list(tensor.shape)}"
+            )
+        experts, rows, columns = tensor.shape
+        for expert in range(experts):
+            name = names.expert_name(layer, expert, role)
+            yield _GgufMatrix(name, file, tensor, (rows, columns), expert * rows)
+
+    def _other(self, file: GgufFile, tensor: GgufTensor) -> _GgufMatrix:
+        name = names.to_container(tensor.name, self._architecture)
+        if name is None:
+            self._unknown.append(tensor.name)
+        return _GgufMatrix(name or tensor.name, file, tensor, tensor.shape, order=self._order(tensor))
+
+    def _order(self, tensor: GgufTensor) -> np.ndarray | None:
+        """Where the rows of a query or key matrix are: files of the architecture "llama" have those of a head's two
+        halves in turn, Hugging Face has one half after the other."""
+        if self._architecture != "llama" or not re.search(r"\.attn_(q|k)\.weight$", tensor.name):
+            return None
+        fields, key = self._files[0].fields, "attention.head_count"
+        heads = fields.get(f"llama.{key}_kv" if ".attn_k." in tensor.name else f"llama.{key}")
+        heads = fields.get(f"llama.{key}") if heads is None else heads
+        rows = tensor.shape[0]
+        if type(heads) is not int or heads < 1 or len(tensor.shape) != 2 or rows % (2 * heads):
+            raise CheckpointError(f"{tensor.name}: {list(tensor.shape)} does not go with {heads!r} attention heads")
+        return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
+
+    def _make_config(self, experts: int) -> dict:
+        embedding = next((t for t in self._tensors if t.name == "model.embed_tokens.weight"), None)
+        vocabulary = embedding.shape[0] if embedding and len(embedding.shape) == 2 else None
+        return names.config_of(self._files[0].fields, experts, *self._shape, vocabulary)
+
+
+def export_gguf(container: Container, path: str | os.PathLike) -> list[str]:
+    """Writes a container's model as a GGUF file: unrotated E8 experts as IQ3_XXS, bit for bit, all other tensors
+    decoded to float32. The file appears whole or not at all; one tensor is held in memory at a time.
+
+    Returns
+    -------
+    list of str
+        What a user should know.
+
+    Raises
+    ------
+    CheckpointError
+        An expert is E8 of rotated rows, which GGUF cannot say; or the container is damaged, or the disk has no room.
+    ArgumentError
+        The file exists.
+    """
+    path, gguf = Path(path), package()
+    if path.exists():
+        raise ArgumentError(f"{path}: exists already, and is not overwritten")
+    architecture, sizes, reals = names.fields_of(container.config)
+    planned = list(_export_plan(container))
+    needed = sum(tensor.nbytes for tensor in planned)
+    if needed > (free := shutil.disk_usage(path.absolute().parent).free):
+        raise CheckpointError(f"{path}: {needed:,} bytes are needed, but only {free:,} are free")
+    partial = path.with_name(f"{path.name}.partial")
+    writer = gguf.GGUFWriter(partial, architecture)
+    try:
+        for key, whole in sizes.items():
+            writer.add_uint32(key, whole)
+        for key, real in reals.items():
+            writer.add_float32(key, real)
+        for tensor in planned:
+            kind = gguf.GGMLQuantizationType[tensor.dtype]
+            dtype = np.dtype(np.uint8 if tensor.dtype == "IQ3_XXS" else np.float32)
+            writer.add_tensor_info(tensor.name, tensor.stored_shape, dtype, tensor.nbytes, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor in planned:
+            writer.write_tensor_data(tensor.read())
+        writer.close()
+        sync(partial)
+        os.replace(partial, path)
+    except BaseException:
+        writer.close()
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    return ["a tokenizer has to be added", "matrices other than experts are float32"]
+
+
+@dataclass
+class _Exported:
+    """A tensor of a GGUF file that is to be written; of all experts of a layer if `members` are several."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    container: Container
+    members: list[str]
+
+    @property
+    def nbytes(self) -> int:
+        elements = int(np.prod(self.shape, dtype=np.int64))
+        return elements // 256 * 98 if self.dtype == "IQ3_XXS" else 4 * elements
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """As the package wants it: the last dimension of blocks in bytes."""
+        return (*self.shape[:-1], self.shape[-1] // 256 * 98) if self.dtype == "IQ3_XXS" else self.shape
+
+    def read(self) -> np.ndarray:
+        return np.concatenate([self._member(name).reshape(-1) for name in self.members]).reshape(self.stored_shape)
+
+    def _member(self, name: str) -> np.ndarray:
+        file = self.container.file(name)
+        if name + SCALES_SUFFIX not in self.container:
+            return file.view(name).astype(np.float32)
+        weights = self.container.stored(name).weights()
+        try:
+            return to_iq3_xxs(weights) if self.dtype == "IQ3_XXS" else weights.decode()
+        except ColiError as error:
+            raise CheckpointError(f"{name} in {file.path}: {error}") from error
+
+
+def _export_plan(container: Container) -> Iterator[_Exported]:
+    for layer in container.layers:
+        experts = [container.stored_expert(layer, index) for index in range(len(container.experts(layer)))]
+        for number, role in enumerate(("gate", "up", "down")):
+            matrices = [expert[number] for expert in experts]
+            for matrix in matrices:
+                if matrix.encoding == Encoding("e8", rotated=True):
+                    raise CheckpointError(
+                        f"{matrix.name} in {matrix.file.path}: its rows are stored rotated, which GGUF cannot say; "
+                        "only E8 that was imported from GGUF can be exported"
+                    )
+            blocks = all(matrix.encoding.fmt == "e8" for matrix in matrices)
+            shape = (len(matrices), *matrices[0].shape)
+            members = [matrix.name for matrix in matrices]
+            yield _Exported(names.experts_name(layer, role), "IQ3_XXS" if blocks else "F32", shape, container, members)
+    for name in container.names():
+        if expert_role(name):
+            continue
+        file = container.file(name)
+        if name + SCALES_SUFFIX in container:
+            shape: tuple[int, ...] = container.stored(name).shape
+        elif file.dtype(name) in ("F32", "F16", "BF16"):
+            shape = file.shape(name)
+        else:
+            raise CheckpointError(f"{name} in {file.path}: type {file.dtype(name)} is not exported")
+        yield _Exported(names.to_gguf(name), "F32", shape, container, [name])
+
+
+def _parts(path: Path) -> list[Path]:
+    """All files of a model that is split into several, which are named alike."""
+    match = _SPLIT.search(path.name)
+    if not match:
+        return [path]
+    stem, count = path.name[: match.start()], int(match[2])
+    if not 0 < count <= 9999 or int(match[1]) != 1:
+        raise CheckpointError(f"{path}: one file of a split model; give the first, {stem}-00001-of-{match[2]}.gguf")
+    return [path.with_name(f"{stem}-{number:05}-of-{match[2]}.gguf") for number in range(1, count + 1)]
