@@ -16,6 +16,7 @@ __path__ = extend_path(__path__, __name__)
 
 from . import _lib, cpu
 from .backend import Backend, open_backend
+from .calibrate import Calibration, CalibrationReport, CalibrationWarning, read_imatrix
 from .device import Device, Tensor
 from .errors import (
     ArgumentError,
@@ -36,7 +37,7 @@ from .errors import (
 from .experts import Expert, ExpertGroup
 from .placement import Placement, explain
 from .products import expert_mlp, matmul
-from .weights import Format, Weights, encode, formats, rotate, unrotate
+from .weights import Format, Weights, encode, encode_calibrated, formats, rotate, unrotate
 
 __version__ = _lib.version
 
@@ -44,6 +45,9 @@ __all__ = [
     "ArgumentError",
     "Backend",
     "BackendError",
+    "Calibration",
+    "CalibrationReport",
+    "CalibrationWarning",
     "CheckpointError",
     "ColiError",
     "Device",
@@ -65,11 +69,13 @@ __all__ = [
     "Weights",
     "cpu",
     "encode",
+    "encode_calibrated",
     "expert_mlp",
     "explain",
     "formats",
     "matmul",
     "open_backend",
+    "read_imatrix",
     "rotate",
     "unrotate",
 ]
