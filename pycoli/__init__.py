@@ -34,6 +34,7 @@ from .errors import (
     SizeError,
     StateError,
 )
+from .expert_encoding import encode_expert
 from .experts import Expert, ExpertGroup
 from .placement import Placement, explain
 from .products import expert_mlp, matmul
@@ -70,6 +71,7 @@ __all__ = [
     "cpu",
     "encode",
     "encode_calibrated",
+    "encode_expert",
     "expert_mlp",
     "explain",
     "formats",

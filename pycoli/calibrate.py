@@ -30,10 +30,9 @@ class CalibrationReport:
         Why it is "search".
     rows : int or None
         Activations that were seen; None where the calibration came from importance.
-    output_error : float or None
-        Squared error of the outputs over the calibration's activations, in relation to the outputs' squares; None
-        without activations.
-    search_output_error : float or None
+    output_error : float
+        Squared error of the outputs over the calibration's activations, in relation to the outputs' squares.
+    search_output_error : float
         What quality="search" would have given.
     collect_seconds, encode_seconds : float
         Time that collecting the activations and encoding took.
@@ -44,8 +43,8 @@ class CalibrationReport:
     quality: str
     reason: str | None
     rows: int | None
-    output_error: float | None
-    search_output_error: float | None
+    output_error: float
+    search_output_error: float
     collect_seconds: float
     encode_seconds: float
     peak_bytes: int
@@ -65,7 +64,7 @@ class Calibration:
             calibration.add(x)
         weights = pycoli.encode(w, "e8", quality="calibrated", activations=calibration)
 
-    Not to be changed by several threads at once. Holds ``columns**2`` floats.
+    Not to be changed by several threads at once. Holds ``columns**2`` floats, and as many again once `exact` is given.
 
     Parameters
     ----------
@@ -88,6 +87,7 @@ class Calibration:
         self.rows: int | None = 0
         self.seconds = 0.0
         self._gram = np.zeros((self.columns, self.columns), np.float32)
+        self._drift: np.ndarray | None = None  # sum of x^T (exact - x)
 
     @classmethod
     def from_importance(cls, importance) -> Calibration:
@@ -106,14 +106,17 @@ class Calibration:
         calibration._gram = np.diag(importance)
         return calibration
 
-    def add(self, x) -> None:
+    def add(self, x, exact=None) -> None:
         """Adds activations.
 
         Parameters
         ----------
         x : float32 [..., columns]
-            Plain rows as the matrix meets them; not rotated. May be scaled by what a row counts for, such as the
+            Plain rows as the matrix will meet them; not rotated. May be scaled by what a row counts for, such as the
             router's share.
+        exact : float32 [..., columns], optional
+            What the model gives in their place before anything is encoded, scaled likewise. The matrix is then encoded
+            so that its products with `x` come close to those of the exact weights with `exact`.
 
         Raises
         ------
@@ -125,14 +128,38 @@ class Calibration:
         if self.rows is None:
             raise StateError("this Calibration came from importance; activations cannot be added to it")
         start = time.perf_counter()
-        x, _ = as_rows(x, self.columns, "x")
+        x, leading = as_rows(x, self.columns, "x")
         check_finite(x, "x")
-        with np.errstate(over="ignore"):
+        drift = None if exact is None else self._checked_exact(exact, leading) - x
+        with np.errstate(over="ignore", invalid="ignore"):
             gram = self._gram + x.T @ x
+            if drift is not None:
+                drift = x.T @ drift
+                if self._drift is not None:
+                    drift += self._drift
         check_finite(gram, "sum of x x^T")
+        if drift is not None:
+            check_finite(drift, "sum of x (exact - x)^T")
+            self._drift = drift
         self._gram = gram
         self.rows += len(x)
         self.seconds += time.perf_counter() - start
+
+    def _checked_exact(self, exact, leading: tuple[int, ...]) -> np.ndarray:
+        rows, exact_leading = as_rows(exact, self.columns, "exact")
+        if exact_leading != leading:
+            expected, got = ([*shape, self.columns] for shape in (leading, exact_leading))
+            raise ShapeError(f"exact must have the shape of x, {expected}, got {got}")
+        check_finite(rows, "exact")
+        return rows
+
+    def targets(self, w: np.ndarray, damping: float) -> np.ndarray:
+        """What to encode in place of w [O, columns], so that products with x come close to w exact: float32."""
+        if self._drift is None:
+            return w
+        gram = self._gram.astype(np.float64)
+        gram[np.diag_indices_from(gram)] += max(damping, 1e-6) * np.diagonal(gram).mean()
+        return w + w @ np.linalg.solve(gram, self._drift).T.astype(np.float32)
 
     def hessian(self, rotated: bool) -> np.ndarray:
         """Sum of x x^T, or of rotate(x) rotate(x)^T: float32 [columns, columns], a new array."""

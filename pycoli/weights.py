@@ -190,14 +190,14 @@ def encode_calibrated(
         raise ShapeError(f"w {list(w.shape)} needs a Calibration of {columns} columns, got {calibration.columns}")
     if not 0 <= damping <= 1:
         raise ArgumentError(f"damping must be from 0 to 1, got {damping}")
-    searched = _encode(w, "e8", rotate, None, "search")
     reason = calibration.fallback_reason()
+    targets = w if reason else calibration.targets(w, damping)
     hessian = calibration.hessian(rotate)
+    searched = _encode(targets, "e8", rotate, None, "search")
+    weights = searched
     if reason is None:
-        weights = _encode(w, "e8", rotate, None, "calibrated", hessian=hessian, damping=damping)
-    else:
-        weights = searched
-    stored = _rotated(w, lib.coli_rotate_rows) if rotate else w
+        weights = _encode(targets, "e8", rotate, None, "calibrated", hessian=hessian, damping=damping)
+    stored = _rotated(targets, lib.coli_rotate_rows) if rotate else targets
     errors = [_output_error(stored, encoded, hessian) for encoded in (weights, searched)]
     report = CalibrationReport(
         quality="search" if reason else "calibrated",
@@ -207,7 +207,7 @@ def encode_calibrated(
         search_output_error=errors[1],
         collect_seconds=calibration.seconds,
         encode_seconds=time.perf_counter() - start,
-        peak_bytes=12 * columns * columns + 12 * w.size,
+        peak_bytes=24 * columns * columns + 12 * w.size,
     )
     return weights, report
 

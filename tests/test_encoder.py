@@ -252,6 +252,79 @@ def test_weighted_search_gives_the_same_bytes_on_every_instruction_set(rng):
     assert len(set(results.values())) == 1
 
 
+# ---- whole experts ----
+
+
+def silu_expert(gate, up, down, x):
+    pre = x.astype(np.float64) @ gate.T
+    return (pre / (1 + np.exp(-pre)) * (x @ up.T)) @ down.T
+
+
+@pytest.fixture(scope="module")
+def expert():
+    """gate, up, down, and rows to calibrate with and to test on."""
+    rng = np.random.default_rng(21)
+    gate, up = (rng.standard_normal((2, 96, 160)) / 20).astype(np.float32)
+    down = rng.standard_normal((160, 96)).astype(np.float32)
+    x = correlated(rng, 3000, 160)
+    return gate, up, down, x[:2000], x[2000:]
+
+
+def expert_error(expert, weights, x, seen=None):
+    """Relative error of the encoded expert for `seen` against the exact one for x."""
+    wanted = silu_expert(*expert[:3], x)
+    got = silu_expert(*(w.decode() for w in weights), x if seen is None else seen)
+    return np.square(got - wanted).sum() / np.square(wanted).sum()
+
+
+def test_encode_expert(expert):
+    gate, up, down, x, later = expert
+    weights, reports = pycoli.encode_expert(gate, up, down, x)
+    assert [report.quality for report in reports] == ["calibrated"] * 3
+    assert [w.shape for w in weights] == [(96, 160), (96, 160), (160, 96)]
+    searched = [pycoli.encode(w, "e8") for w in (gate, up, down)]
+    assert expert_error(expert, weights, later) < 0.7 * expert_error(expert, searched, later)
+
+
+def test_encode_expert_makes_up_for_drifted_inputs(expert):
+    gate, up, down, x, later = expert
+    rng = np.random.default_rng(22)
+    drift = np.eye(160, dtype=np.float32) + (rng.standard_normal((160, 160)) / 200).astype(np.float32)
+    plain, _ = pycoli.encode_expert(gate, up, down, x @ drift)
+    drifted, _ = pycoli.encode_expert(gate, up, down, x @ drift, exact=x)
+    assert expert_error(expert, drifted, later, later @ drift) < 0.7 * expert_error(expert, plain, later, later @ drift)
+
+
+def test_encode_expert_shares_weigh_rows(expert):
+    gate, up, down, x, later = expert
+    shares = np.ones(len(x), np.float32)
+    shares[1000:] = 0  # as if they were not there
+    half, _ = pycoli.encode_expert(gate, up, down, x[:1000])
+    weighted, reports = pycoli.encode_expert(gate, up, down, x, shares=shares)
+    assert reports[0].rows == 2000
+    assert expert_error(expert, weighted, later) == pytest.approx(expert_error(expert, half, later), rel=0.2)
+
+
+def test_encode_expert_without_rows(expert):
+    gate, up, down, x, _ = expert
+    weights, reports = pycoli.encode_expert(gate, up, down, x[:0])
+    assert [report.quality for report in reports] == ["search"] * 3
+    for w, encoded in zip((gate, up, down), weights, strict=True):
+        assert encoded.data.tobytes() == pycoli.encode(w, "e8").data.tobytes()
+
+
+def test_encode_expert_refuses_what_does_not_fit(expert):
+    gate, up, down, x, _ = expert
+    with pytest.raises(pycoli.ShapeError, match=r"got \[96, 160\], \[96, 160\], \[96, 160\]"):
+        pycoli.encode_expert(gate, up, up, x)
+    with pytest.raises(pycoli.ShapeError, match="x has 2000 rows, exact 1999"):
+        pycoli.encode_expert(gate, up, down, x, exact=x[1:])
+    with pytest.raises(pycoli.ShapeError, match=r"shares the shape \[3\]"):
+        pycoli.encode_expert(gate, up, down, x, shares=np.ones(3, np.float32))
+    with pytest.raises(pycoli.ShapeError, match=r"x must be \[..., 160\]"):
+        pycoli.encode_expert(gate, up, down, x[:, 1:])
+
+
 # ---- bad input ----
 
 
@@ -330,6 +403,10 @@ def test_calibration_refuses_what_it_cannot_add():
         calibration.add(np.float32([[1, 1, 1, 1], [1, 1, 1, np.nan]]))
     with pytest.raises(pycoli.NotFiniteError, match="sum of x x"):
         calibration.add(np.full((1, 4), 1e30, np.float32))
+    with pytest.raises(pycoli.ShapeError, match=r"exact must have the shape of x, \[2, 4\], got \[3, 4\]"):
+        calibration.add(np.ones((2, 4), np.float32), np.ones((3, 4), np.float32))
+    with pytest.raises(pycoli.NotFiniteError, match=r"exact\[0, 0\]"):
+        calibration.add(np.ones((1, 4), np.float32), np.float32([[np.inf, 1, 1, 1]]))
     assert calibration.rows == 0
     assert not calibration.hessian(False).any()
     with pytest.raises(pycoli.StateError, match="came from importance"):
@@ -453,28 +530,27 @@ def test_gguf_without_importance(tmp_path, tensors, message):
 # ---- what it means for a model ----
 
 
-def test_calibration_lowers_the_error_of_a_models_block(shared):
-    """One MoE block of a trained model on held-out rows; docs/quality.md has the loss of the whole."""
+def test_calibration_lowers_the_error_of_a_models_experts(shared):
+    """Three experts of a trained model on held-out rows; docs/quality.md has the loss of the whole."""
     models = shared / "models"
     model = olmoe.Olmoe(models / "tiny-olmoe")
 
-    def block_inputs(windows):
-        return model.moe_input(0, model.attend(0, model.embed(windows)))
+    def routed(windows):
+        x = model.moe_input(0, model.attend(0, model.embed(windows)))
+        return x, model.route(0, x)[0]
 
-    x, later = block_inputs(olmoe.calibration_windows(models, 8192)), block_inputs(olmoe.evaluation_windows(models)[:8])
-    chosen, _ = model.route(0, x)
-    experts = {"search": [], "calibrated": []}
-    for number, expert in enumerate(model.experts[0]):
-        rows = x[(chosen == number).any(axis=1)]
-        inputs = (rows, rows, olmoe.hidden_rows(expert, rows))
-        searched = [pycoli.encode(w, "e8") for w in expert]
-        calibrated = [searched[i] if len(rows) < 64 else calibrate(expert[i], inputs[i]) for i in range(3)]
-        experts["search"].append([weights.decode() for weights in searched])
-        experts["calibrated"].append([weights.decode() for weights in calibrated])
-    exact = model.moe(0, later)
-    lost = {name: np.square(model.moe_of(0, later, encoded) - exact).sum() for name, encoded in experts.items()}
-    assert lost["calibrated"] < 0.6 * lost["search"]
-
-
-def calibrate(w, x):
-    return pycoli.encode(w, "e8", quality="calibrated", activations=x)
+    (x, chosen), (later, later_chosen) = (
+        routed(windows) for windows in (olmoe.calibration_windows(models, 8192), olmoe.evaluation_windows(models)[:8])
+    )
+    for number in np.argsort(np.bincount(chosen.ravel()))[-3:]:
+        gate, up, down = model.experts[0][number]
+        rows, later_rows = x[(chosen == number).any(axis=1)], later[(later_chosen == number).any(axis=1)]
+        wanted = silu_expert(gate, up, down, later_rows)
+        lost = []
+        for weights in (
+            [pycoli.encode(w, "e8") for w in (gate, up, down)],
+            *pycoli.encode_expert(gate, up, down, rows)[:1],
+        ):
+            got = silu_expert(*(w.decode() for w in weights), later_rows)
+            lost.append(np.square(got - wanted).sum())
+        assert lost[1] < 0.6 * lost[0]

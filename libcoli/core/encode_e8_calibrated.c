@@ -7,8 +7,10 @@
  * lane's 8 x 8 part of R, and its target the weights less that. This is the feedback of GPTQ in lanes.
  *
  * The super-scale is searched for the targets of its whole super-block, with the errors of earlier super-blocks; the
- * sub-scale code when the lanes of its sub-block come up. Rows are in units of their largest weight, rounded to a power
- * of two. Several rows go through together, because reading R takes longer than multiplying with it. */
+ * sub-scale code when the lanes of its sub-block come up. When all lanes are there, each is chosen again in a few sweeps,
+ * for what is best beside all others: coordinate descent on e H e^T, which never makes a row worse. Rows are in units of
+ * their largest weight, rounded to a power of two. Several rows go through together, because reading R takes longer than
+ * multiplying with it. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,13 +23,16 @@
 #define DEFAULT_DAMPING 0.01f
 #define PANEL 64 /* columns of R that are computed together */
 #define TEAM_ROWS 8
-#define TILE 64 /* rows of R that stay in the cache for the rows that go through together */
+#define SWEEPS 4 /* at most; most of what they gain comes from the first */
+#define TILE 64  /* rows of R that stay in the cache for the rows that go through together */
 
 /* The factor R of a Hessian of `columns` columns, filled up to `size`, whole lanes, by columns that matter next to nothing.
  */
 typedef struct {
     int columns, size;
     float *factor;     /* [size, size], row-major; below the diagonal 0 */
+    float *hessian;    /* [size, size], damped, with a mean diagonal of 1 */
+    float *inverses;   /* [size, 8]: of the lanes' 8 x 8 parts of the Hessian */
     float *importance; /* [size]: squares of R's diagonal, which weigh the errors when scales are chosen */
 } calibration;
 
@@ -39,16 +44,19 @@ static float mean_diagonal(const float *hessian, int columns) {
     return (float)(sum / columns);
 }
 
-/* The damped upper triangle with a mean diagonal of 1. */
+/* The damped Hessian with a mean diagonal of 1, and in `factor` its upper triangle. */
 static void damp(const coli_e8_options *options, float mean, calibration *result) {
     float damping = options->damping > 0 ? options->damping : DEFAULT_DAMPING;
     size_t size = (size_t)result->size, columns = (size_t)result->columns;
     memset(result->factor, 0, size * size * sizeof(float));
-    for (size_t i = 0; i < columns; i++) {
-        for (size_t j = i; j < columns; j++) result->factor[i * size + j] = options->hessian[i * columns + j] / mean;
-        result->factor[i * size + i] += damping;
+    memset(result->hessian, 0, size * size * sizeof(float));
+    for (size_t i = 0; i < size; i++) {
+        for (size_t j = i; j < size; j++) {
+            float value = j < columns ? options->hessian[i * columns + j] / mean : 0;
+            if (i == j) value = i < columns ? value + damping : 1e-6f;
+            result->factor[i * size + j] = result->hessian[i * size + j] = result->hessian[j * size + i] = value;
+        }
     }
-    for (size_t i = columns; i < size; i++) result->factor[i * size + i] = 1e-6f;
 }
 
 /* The panel's own triangle, from its last column to its first. `first` is 1 past the column of a diagonal element that is
@@ -112,6 +120,24 @@ static int factorise(calibration *result, float *across) {
     return 0;
 }
 
+/* Inverse of a positive definite 8 x 8 matrix, whose rows are `stride` apart, by elimination. */
+static void invert_lane(const float *matrix, size_t stride, float inverse[COLI_LANE * COLI_LANE]) {
+    double left[COLI_LANE][2 * COLI_LANE] = {{0}};
+    for (int i = 0; i < COLI_LANE; i++) {
+        for (int j = 0; j < COLI_LANE; j++) left[i][j] = matrix[(size_t)i * stride + (size_t)j];
+        left[i][COLI_LANE + i] = 1;
+    }
+    for (int pivot = 0; pivot < COLI_LANE; pivot++) {
+        double factor = 1 / left[pivot][pivot];
+        for (int j = 0; j < 2 * COLI_LANE; j++) left[pivot][j] *= factor;
+        for (int i = 0; i < COLI_LANE; i++) {
+            double times = left[i][pivot];
+            for (int j = 0; i != pivot && j < 2 * COLI_LANE; j++) left[i][j] -= times * left[pivot][j];
+        }
+    }
+    for (int i = 0; i < COLI_LANE * COLI_LANE; i++) inverse[i] = (float)left[i / COLI_LANE][COLI_LANE + i % COLI_LANE];
+}
+
 static coli_status check_hessian(const float *hessian, int columns, float *mean) {
     for (size_t i = 0; i < (size_t)columns; i++) {
         const float *row = hessian + i * (size_t)columns;
@@ -128,6 +154,8 @@ static coli_status check_hessian(const float *hessian, int columns, float *mean)
 
 static void free_calibration(calibration *result) {
     free(result->factor);
+    free(result->hessian);
+    free(result->inverses);
     free(result->importance);
 }
 
@@ -138,18 +166,21 @@ static coli_status prepare(const coli_encoding *encoding, calibration *result) {
     result->size = coli_ceil_div(encoding->columns, COLI_LANE) * COLI_LANE;
     size_t size = (size_t)result->size;
     result->factor = malloc(size * size * sizeof(float));
+    result->hessian = malloc(size * size * sizeof(float));
+    result->inverses = malloc(size * COLI_LANE * sizeof(float));
     result->importance = malloc(size * sizeof(float));
     float *across = malloc(size * PANEL * sizeof(float));
-    int failed = 0;
-    if (result->factor && result->importance && across) {
+    int failed = 0, complete = result->factor && result->hessian && result->inverses && result->importance && across;
+    if (complete) {
         damp(encoding->e8, mean, result);
         failed = factorise(result, across);
         for (size_t i = 0; i < size; i++)
             result->importance[i] = result->factor[i * size + i] * result->factor[i * size + i];
+        for (size_t lane = 0; lane < size; lane += COLI_LANE)
+            invert_lane(result->hessian + lane * size + lane, size, result->inverses + lane * COLI_LANE);
     }
     free(across);
-    RETURN_ERROR_IF(!result->factor || !result->importance || !across, COLI_E_MEMORY,
-                    "no memory for the factor of a Hessian of %d columns", encoding->columns);
+    RETURN_ERROR_IF(!complete, COLI_E_MEMORY, "no memory for the factor of a Hessian of %d columns", encoding->columns);
     RETURN_ERROR_IF(failed, COLI_E_ARGUMENT,
                     "the Hessian is not positive semidefinite: with damping, its factor fails at column %d", failed - 1);
     return COLI_OK;
@@ -288,6 +319,83 @@ static void walk_rows(const calibration *by, encoded_row *rows, int count, int t
     }
 }
 
+/*------   Lanes once more, with all others known   ------*/
+
+/* gradients [size] of a row = e H */
+static void set_gradients(const calibration *by, encoded_row *rows, int count) {
+    const coli_kernels *kernels = coli_kernels_current();
+    size_t size = (size_t)by->size;
+    for (int i = 0; i < count; i++) memset(rows[i].carried, 0, size * sizeof(float));
+    for (int k = 0; k < by->size; k += COLI_LANE) {
+        for (int i = 0; i < count; i++)
+            kernels->add_products(rows[i].carried, by->size, rows[i].errors + k, COLI_LANE, by->hessian + (size_t)k * size,
+                                  size);
+    }
+}
+
+/* How the cost changes when the lane's errors change by `change`. */
+static double cost_of_change(const calibration *by, const float *gradient, int lane, const float change[COLI_LANE]) {
+    size_t size = (size_t)by->size;
+    const float *corner = by->hessian + (size_t)lane * size + (size_t)lane;
+    double cost = 0;
+    for (int i = 0; i < COLI_LANE; i++) {
+        double sum = 2.0 * gradient[i];
+        for (int j = 0; j < COLI_LANE; j++) sum += (double)corner[(size_t)i * size + (size_t)j] * change[j];
+        cost += sum * change[i];
+    }
+    return cost;
+}
+
+/* Chooses a lane again for what is best beside all others; returns whether it changed. */
+static int improve_lane(const calibration *by, encoded_row *row, coli_e8_subblock *subblock, int lane, float scale,
+                        uint32_t *word, uint8_t indices[2]) {
+    const uint8_t *codebook = coli_e8_codebook();
+    int l = lane / COLI_LANE % COLI_E8_LANES;
+    float *gradient = row->carried + lane, *errors = row->errors + lane;
+    float target[COLI_LANE], decoded[COLI_LANE], change[COLI_LANE];
+    uint8_t found[2];
+    for (int j = 0; j < COLI_LANE; j++) {
+        float step = 0;
+        for (int i = 0; i < COLI_LANE; i++) step += gradient[i] * by->inverses[(lane + i) * COLI_LANE + j];
+        target[j] = row->w[lane + j] - errors[j] + step;
+    }
+    coli_e8_set_lane(subblock, l, target, 1);
+    uint32_t signs = coli_e8_choose_lane(subblock, l, target, scale, found);
+    if (found[0] == indices[0] && found[1] == indices[1] && (signs & 127u) == (*word >> 7 * l & 127u)) return 0;
+    coli_e8_lane(codebook + 4 * found[0], codebook + 4 * found[1], signs, scale, decoded);
+    for (int j = 0; j < COLI_LANE; j++) change[j] = row->w[lane + j] - decoded[j] - errors[j];
+    double cost = cost_of_change(by, gradient, lane, change);
+    if (!(cost < 0)) return 0;
+    row->cost += cost;
+    for (int j = 0; j < COLI_LANE; j++) errors[j] += change[j];
+    coli_kernels_current()->add_products(row->carried, by->size, change, COLI_LANE,
+                                         by->hessian + (size_t)lane * (size_t)by->size, (size_t)by->size);
+    memcpy(indices, found, sizeof found);
+    *word = (*word & ~(127u << 7 * l)) | (signs & 127u) << 7 * l;
+    return 1;
+}
+
+static void improve_row(const calibration *by, encoded_row *row, uint8_t *bytes) {
+    coli_e8_subblock subblock;
+    for (int sweep = 0, changed = 1; sweep < SWEEPS && changed; sweep++) {
+        changed = 0;
+        for (int first = 0; first < by->size; first += COLI_E8_SUBBLOCK) {
+            uint8_t *block = bytes + (size_t)(first / COLI_E8_BLOCK) * COLI_E8_BLOCK_BYTES;
+            int b = first % COLI_E8_BLOCK / COLI_E8_SUBBLOCK;
+            uint32_t word = coli_load_u32(block + COLI_E8_WORDS_OFFSET + 4 * b);
+            float d = coli_e8_unit_scale(coli_load_u16(block + COLI_E8_SCALE_OFFSET), row->unit);
+            float importance[COLI_E8_SUBBLOCK] = {0};
+            for (int i = 0; i < COLI_E8_SUBBLOCK && first + i < by->size; i++)
+                importance[i] = by->hessian[(size_t)(first + i) * (size_t)(by->size + 1)];
+            subblock.importance = importance;
+            for (int lane = first; lane < first + COLI_E8_SUBBLOCK && lane < by->size; lane += COLI_LANE)
+                changed |= improve_lane(by, row, &subblock, lane, coli_e8_scaled(d, word), &word,
+                                        block + lane % COLI_E8_BLOCK / 4);
+            coli_e8_store_word(block, b, word);
+        }
+    }
+}
+
 static void load_row(const coli_encoding *encoding, int number, int size, encoded_row *row) {
     const float *w = encoding->w + (size_t)number * (size_t)encoding->columns;
     row->unit = coli_power_of_two_above(coli_largest(w, encoding->columns));
@@ -310,6 +418,8 @@ static void encode_together(const coli_encoding *encoding, const calibration *by
     walk_rows(by, rows, count, MEASURE, bytes);
     for (int i = 0; i < count; i++) costs[i] = rows[i].cost;
     walk_rows(by, rows, count, ENCODE, found);
+    set_gradients(by, rows, count);
+    for (int i = 0; i < count; i++) improve_row(by, &rows[i], found + (size_t)i * row_bytes);
     for (int i = 0; i < count; i++) {
         if (rows[i].cost < costs[i]) memcpy(bytes + (size_t)i * row_bytes, found + (size_t)i * row_bytes, row_bytes);
     }
@@ -342,7 +452,7 @@ static coli_status encode_all(const coli_encoding *encoding, const calibration *
 }
 
 coli_status coli_encode_e8_calibrated(const coli_encoding *encoding) {
-    calibration by = {0, 0, NULL, NULL};
+    calibration by = {0, 0, NULL, NULL, NULL, NULL};
     coli_status status = prepare(encoding, &by);
     if (status == COLI_OK) status = encode_all(encoding, &by);
     free_calibration(&by);

@@ -131,15 +131,15 @@ typedef struct coli_e8_options {
                     * 1; 0 stands for 0.01 */
     const float *importance; /* COLI_E8_SEARCH: weight of each column's squared error [columns], 0 or more; or NULL */
     const float *hessian; /* COLI_E8_CALIBRATED: sum of x x^T over activations x as the encoded matrix meets them (rotated
-                           * where w is) [columns, columns]; only its upper triangle is read */
+                           * where w is) [columns, columns]; its upper triangle is read */
 } coli_e8_options;
 
 /* As coli_encode(COLI_E8, ...) with a choice of quality; NULL options are the default.
  *
  * No super-block has a larger squared error than by COLI_E8_REFERENCE, weighted by the importance where there is one; with
  * COLI_E8_CALIBRATED, no row has a larger e (hessian + damping) e^T, e being its error, than by COLI_E8_SEARCH. There a
- * row's columns are encoded in lanes of 8 from the first to the last. It takes 12 columns^2 bytes of memory besides,
- * columns^3 / 3 operations once and 2 columns^2 for each row.
+ * row's columns are encoded in lanes of 8 from the first to the last, then improved lane by lane. It takes 8 columns^2
+ * bytes of memory besides, columns^3 / 3 operations once, and about 8 columns^2 for each row.
  *
  * Errors: those of coli_encode(); COLI_E_ARGUMENT for a size, quality, damping or importance that does not exist and for a
  * Hessian that is not positive semidefinite, COLI_E_NOT_FINITE, COLI_E_MEMORY. */
