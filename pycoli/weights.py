@@ -281,7 +281,7 @@ def _e8_options(quality: str, columns: int, importance, hessian, damping: float)
     options = ffi.new("coli_e8_options *")
     options.size = ffi.sizeof("coli_e8_options")
     options.quality = getattr(lib, f"COLI_E8_{quality.upper()}")
-    options.damping = damping
+    options.damping = max(damping, 1e-9)  # 0 would stand for the default
     if importance is not None:
         importance = as_importance(importance)
         if importance.size != columns:

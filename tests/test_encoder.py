@@ -13,6 +13,7 @@ from strategies import on_every_instruction_set, weights_to_encode
 
 import pycoli
 from pycoli import cpu
+from pycoli._lib import ffi, lib, text
 
 
 def encode(w, quality, **options):
@@ -393,6 +394,56 @@ def test_weights_that_are_not_finite_are_named(quality, value):
     options = {"activations": np.ones((99, 300), np.float32)} if quality == "calibrated" else {}
     with pytest.raises(pycoli.NotFiniteError, match=r"w\[1, 270\] must be finite"):
         pycoli.encode(w, "e8", quality=quality, **options)
+
+
+def encode_e8(hessian=None, importance=None, w=None, **fields):
+    """coli_encode_e8 itself, on a matrix [2, 4]: its status, the error's text, and the bytes where 0x55 was before."""
+    options = ffi.new("coli_e8_options *", {"size": ffi.sizeof("coli_e8_options"), **fields})
+    for name, array in (("hessian", hessian), ("importance", importance)):
+        if array is not None:
+            setattr(options, name, ffi.from_buffer("float[]", array))
+    w = np.ones((2, 4), np.float32) if w is None else w
+    data = np.full(2 * 98, 0x55, np.uint8)
+    status = lib.coli_encode_e8(options, ffi.from_buffer("float[]", w), 2, 4, ffi.from_buffer(data))
+    return status, text(lib.coli_last_error()), data
+
+
+INDEFINITE = np.float32([[1, 5, 0, 0], [5, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
+NAN_HESSIAN = np.diag(np.float32([1, 1, np.nan, 1]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ({"size": 3}, "ARGUMENT", "size must be sizeof"),
+        ({"quality": 3}, "ARGUMENT", "quality must be COLI_E8_SEARCH"),
+        ({"quality": 2}, "ARGUMENT", "needs a hessian; got quality 2 and NULL"),
+        ({"quality": 0, "hessian": np.eye(4, dtype=np.float32)}, "ARGUMENT", "needs a hessian; got quality 0 and one"),
+        ({"quality": 1, "importance": np.ones(4, np.float32)}, "ARGUMENT", "importance is for COLI_E8_SEARCH"),
+        ({"importance": np.float32([1, 1, 1, -1])}, "ARGUMENT", "got -1 at column 3"),
+        ({"importance": np.float32([1, np.inf, 1, 1])}, "NOT_FINITE", "importance must be finite, got inf at column 1"),
+        ({"damping": -1}, "ARGUMENT", "damping must be 0 ... 1, got -1"),
+        ({"damping": np.nan}, "ARGUMENT", "damping must be 0 ... 1, got nan"),
+        ({"quality": 2, "hessian": NAN_HESSIAN}, "NOT_FINITE", "row 2, column 2"),
+        ({"quality": 2, "hessian": np.zeros((4, 4), np.float32)}, "ARGUMENT", "positive mean, got 0"),
+        ({"quality": 2, "hessian": INDEFINITE}, "ARGUMENT", "not positive semidefinite"),
+        ({"w": np.float32([[1, 1, 1, 1], [1, 1, np.nan, 1]])}, "NOT_FINITE", "row 1, column 2"),
+    ],
+)
+def test_c_interface_refuses_and_writes_nothing(arguments, status, message):
+    got, error, data = encode_e8(**arguments)
+    assert got == getattr(lib, f"COLI_E_{status}"), error
+    assert message in error
+    assert (data == 0x55).all()
+
+
+def test_a_nearly_singular_hessian_ends_in_finite_weights(rng):
+    direction = rng.standard_normal(4).astype(np.float32)
+    w = rng.standard_normal((2, 4)).astype(np.float32)
+    status, error, data = encode_e8(np.outer(direction, direction), w=w, quality=2, damping=1e-7)
+    assert status == lib.COLI_OK or "not positive semidefinite" in error
+    if status == lib.COLI_OK:
+        assert np.isfinite(pycoli.Weights.from_bytes(data, fmt="e8", shape=(2, 4)).decode()).all()
 
 
 def test_calibration_refuses_what_it_cannot_add():

@@ -9,11 +9,14 @@ bits, goes beside the report (.png); it needs matplotlib.
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: windows run in threads of their own
 
 import numpy as np
 
@@ -36,6 +39,7 @@ FORMATS = {
     "e8 search": {"fmt": "e8", "quality": "search"},
 }
 CALIBRATED = "e8 calibrated"
+THREADS = pycoli.cpu.threads()
 WINDOWS_A_GROUP = 16
 PROBE_WINDOWS = 16  # of the held-out ones, for the error of the blocks' outputs
 
@@ -57,7 +61,7 @@ class Bench:
         self.models = models
         self.model = olmoe.Olmoe(models / "tiny-olmoe")
         self.windows = olmoe.evaluation_windows(models)
-        self.losses = self.model.losses(self.windows)
+        self.losses = self.model.losses(self.windows, threads=THREADS)
         self.inputs = list(self._block_inputs(self.windows[:PROBE_WINDOWS, :-1]))
         self.outputs = [self.model.moe(layer, x) for layer, x in enumerate(self.inputs)]
 
@@ -90,7 +94,7 @@ class Bench:
             8 * sum(weights.nbytes for _, weights in matrices) / sum(w.size for w, _ in matrices),
             lost / total,
             self._output_nmse(decoded),
-            self.model.losses(self.windows, self.model.with_experts(decoded)),
+            self.model.losses(self.windows, self.model.with_experts(decoded), threads=THREADS),
             seconds,
         )
 
@@ -247,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, metavar="FILE.md")
     parser.add_argument("--models", type=Path, default=ROOT.parent / "shared" / "models")
-    parser.add_argument("--tokens", type=int, default=98304, help="of calibration text")
+    parser.add_argument("--tokens", type=int, default=65536, help="of calibration text")
     options = parser.parse_args(arguments)
     if not (options.models / "tiny-olmoe").is_dir():
         parser.error(f"no tiny-olmoe in {options.models}; give its folder with --models")

@@ -62,5 +62,5 @@ static inline int NAMED(e8_entry)(const coli_e8_search *codebook, const REAL *pr
         entry = candidate < entry ? candidate : entry;
     }
     *lowest = low;
-    return entry;
+    return entry < 256 ? entry : 0; /* there is none when all scores are NaN */
 }

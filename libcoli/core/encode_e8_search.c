@@ -10,6 +10,8 @@
 #include "kernels.h"
 #include "tables.h"
 
+/* Super-scales that are tried, in relation to the RMS of the block's largest sub-block: from those under which Gaussian
+ * weights use the largest codes to those that leave room for outliers. */
 #define TRIALS 10
 static const double FIRST_TRIAL = 1.0 / 100, LAST_TRIAL = 1.0 / 28;
 

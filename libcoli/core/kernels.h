@@ -38,8 +38,9 @@ typedef struct coli_e8_search {
     int round_slots[COLI_E8_ROUNDS];
 } coli_e8_search;
 
+#define COLI_E8_TRIALS 256 /* the most sub-scales that e8_gains tries at once */
+
 /* A sub-block to encode. A lane whose number of negatives is odd must give one weight the other sign. */
-#define COLI_E8_TRIALS 512
 typedef struct coli_e8_subblock {
     float magnitudes[32];
     const float *importance; /* [32], the weights of the squared errors; NULL where all are 1 */
