@@ -16,6 +16,7 @@ __path__ = extend_path(__path__, __name__)
 
 from . import _lib, cpu
 from .backend import Backend, open_backend
+from .calibrate import Calibration, CalibrationReport, CalibrationWarning, read_imatrix
 from .container import Container, EncodedExpert
 from .device import Device, Tensor
 from .errors import (
@@ -34,11 +35,12 @@ from .errors import (
     SizeError,
     StateError,
 )
+from .expert_encoding import encode_expert
 from .experts import Expert, ExpertGroup
 from .moe import MoELayer, Router, place, repin
 from .placement import Placement, explain
 from .products import expert_mlp, matmul
-from .weights import Format, Weights, encode, formats, rotate, unrotate
+from .weights import Format, Weights, encode, encode_calibrated, formats, rotate, unrotate
 
 __version__ = _lib.version
 
@@ -46,6 +48,9 @@ __all__ = [
     "ArgumentError",
     "Backend",
     "BackendError",
+    "Calibration",
+    "CalibrationReport",
+    "CalibrationWarning",
     "CheckpointError",
     "ColiError",
     "Container",
@@ -71,12 +76,15 @@ __all__ = [
     "Weights",
     "cpu",
     "encode",
+    "encode_calibrated",
+    "encode_expert",
     "expert_mlp",
     "explain",
     "formats",
     "matmul",
     "open_backend",
     "place",
+    "read_imatrix",
     "repin",
     "rotate",
     "unrotate",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
+import time
+import warnings
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +25,7 @@ from ._arrays import (
     seal,
 )
 from ._lib import check, ffi, lib, name_bytes, text
+from .calibrate import Calibration, CalibrationReport, CalibrationWarning, as_importance
 from .errors import ArgumentError, DtypeError, FormatError, NotFiniteError, ShapeError, SizeError
 
 _CONTAINER_TAG = 6.0  # containers store one float of this value where an E8 matrix has no scales
@@ -90,7 +93,17 @@ def unrotate(x) -> np.ndarray:
     return _rotated(x, lib.coli_unrotate_rows)
 
 
-def encode(w, fmt: str, *, rotate: bool = True, group_size: int | None = None) -> Weights:
+def encode(
+    w,
+    fmt: str,
+    *,
+    rotate: bool = True,
+    group_size: int | None = None,
+    quality: str | None = None,
+    activations=None,
+    importance=None,
+    damping: float = 0.01,
+) -> Weights:
     """Encodes a matrix.
 
     Parameters
@@ -103,6 +116,21 @@ def encode(w, fmt: str, *, rotate: bool = True, group_size: int | None = None) -
         "e8" rotates the rows first, which spreads outliers; False stores them as they are. Other formats never rotate.
     group_size : int, optional
         With "int4": the same as "int4-gN".
+    quality : str, optional
+        How "e8" chooses among its bytes; other formats have one way. All give the same layout.
+
+        - "search", the default: for the smallest squared error of the weights.
+        - "reference": the rule of existing encoders, to the bit.
+        - "calibrated": for the smallest squared error of the outputs, with `activations` or `importance`. Takes
+          4 I^2 bytes of memory three times over. Where there are too few activations, "search" is taken, with a
+          CalibrationWarning; encode_calibrated() reports it instead.
+    activations : float32 [..., I], or Calibration, optional
+        With "calibrated": inputs that the matrix meets, not rotated.
+    importance : float32 [I], optional
+        In place of activations: mean squares of the inputs' elements, such as read_imatrix() gives. Also goes with
+        "search" and rotate=False, where it weighs the squared errors.
+    damping : float
+        With "calibrated": part of the mean square of the inputs that is added to each, from 0 to 1.
 
     Returns
     -------
@@ -111,9 +139,83 @@ def encode(w, fmt: str, *, rotate: bool = True, group_size: int | None = None) -
     Raises
     ------
     DtypeError, ShapeError, FormatError
+    ArgumentError
+        A quality that does not exist, or options that do not go with it.
     NotFiniteError
         Names the first element that is NaN or infinite; or rotating overflows float32.
     """
+    number, _ = parse_format(fmt, group_size)
+    _check_quality(number, fmt, rotate, quality, activations, importance)
+    if quality == "calibrated":
+        calibration = _as_calibration(activations, importance, w)
+        weights, report = encode_calibrated(w, calibration, rotate=rotate, damping=damping)
+        if report.reason:
+            warnings.warn(f"encoded by searching: {report.reason}", CalibrationWarning, stacklevel=2)
+        return weights
+    return _encode(w, fmt, rotate, group_size, quality or "search", importance=importance)
+
+
+def encode_calibrated(
+    w, calibration: Calibration, *, rotate: bool = True, damping: float = 0.01
+) -> tuple[Weights, CalibrationReport]:
+    """Encodes a matrix as "e8" for the smallest squared error of its outputs, and says how that went.
+
+    Columns are encoded from the first to the last, in lanes of 8; the error of each lane is made up for by those that
+    follow, as far as the activations show a relation.
+
+    Parameters
+    ----------
+    w : float32 [O, I]
+    calibration : Calibration
+        Of I columns.
+    rotate, damping
+        As in encode().
+
+    Returns
+    -------
+    Weights, CalibrationReport
+
+    Raises
+    ------
+    DtypeError, ShapeError, NotFiniteError
+    ArgumentError
+        The damping is not from 0 to 1.
+    """
+    start = time.perf_counter()
+    w = as_matrix(w, "w")
+    if not isinstance(calibration, Calibration):
+        raise DtypeError(f"calibration must be a Calibration, got {type(calibration).__name__}")
+    columns = w.shape[1]
+    if calibration.columns != columns:
+        raise ShapeError(f"w {list(w.shape)} needs a Calibration of {columns} columns, got {calibration.columns}")
+    if not 0 <= damping <= 1:
+        raise ArgumentError(f"damping must be from 0 to 1, got {damping}")
+    reason = calibration.fallback_reason()
+    targets = w if reason else calibration.targets(w, damping)
+    hessian = calibration.hessian(rotate)
+    searched = _encode(targets, "e8", rotate, None, "search")
+    weights = searched
+    if reason is None:
+        weights = _encode(targets, "e8", rotate, None, "calibrated", hessian=hessian, damping=damping)
+    stored = _rotated(targets, lib.coli_rotate_rows) if rotate else targets
+    errors = [_output_error(stored, encoded, hessian) for encoded in (weights, searched)]
+    report = CalibrationReport(
+        quality="search" if reason else "calibrated",
+        reason=reason,
+        rows=calibration.rows,
+        output_error=errors[0],
+        search_output_error=errors[1],
+        collect_seconds=calibration.seconds,
+        encode_seconds=time.perf_counter() - start,
+        peak_bytes=24 * columns * columns + 12 * w.size,
+    )
+    return weights, report
+
+
+def _encode(
+    w, fmt: str, rotate: bool, group_size: int | None, quality: str, importance=None, hessian=None, damping=0.0
+) -> Weights:
+    """encode() with a Hessian in the basis of the stored rows."""
     number, group = parse_format(fmt, group_size)
     w = as_matrix(w, "w")
     check_finite(w, "w")
@@ -122,12 +224,82 @@ def encode(w, fmt: str, *, rotate: bool = True, group_size: int | None = None) -
     stored = _rotated(w, lib.coli_rotate_rows) if rotated else w
     data = np.empty(lib.coli_weight_bytes(number, rows, columns), np.uint8)
     scales = empty_scales(number, rows, columns, group)
+    options, _kept = _e8_options(quality, columns, importance, hessian, damping)
     try:
-        check(lib.coli_encode(number, floats(stored), rows, columns, group, pointer(data), pointer(scales)))
+        if number == lib.COLI_E8:
+            check(lib.coli_encode_e8(options, floats(stored), rows, columns, pointer(data)))
+        else:
+            check(lib.coli_encode(number, floats(stored), rows, columns, group, pointer(data), pointer(scales)))
     except NotFiniteError:  # w itself is finite
         raise NotFiniteError(f"rotating overflows float32: w has magnitudes up to {np.abs(w).max():.4g}") from None
     scales = None if scales is None else seal(scales)
     return Weights._of(number, group, (rows, columns), seal(data), scales, rotated)
+
+
+_QUALITIES = ("search", "reference", "calibrated")
+
+
+def _check_quality(number: int, fmt: str, rotate: bool, quality, activations, importance) -> None:
+    """Whether quality, activations and importance go together, and with the format."""
+    if quality is not None and quality not in _QUALITIES:
+        raise ArgumentError(f"quality must be one of {', '.join(_QUALITIES)}, got {quality!r}")
+    given = {"quality": quality, "activations": activations, "importance": importance}
+    named = next((name for name, value in given.items() if value is not None), None)
+    if number != lib.COLI_E8:
+        if named:
+            raise FormatError(f"format {fmt} has one way of encoding, without {named}: only e8 has several")
+        return
+    if quality == "calibrated":
+        if (activations is None) == (importance is None):
+            raise ArgumentError('quality="calibrated" needs either activations or importance')
+        return
+    if activations is not None:
+        raise ArgumentError(f'activations go with quality="calibrated", got quality={quality!r}')
+    if importance is not None and (rotate or quality == "reference"):
+        raise ArgumentError(
+            'importance goes with quality="calibrated", or with "search" and rotate=False: '
+            f"rotating mixes the columns; got quality={quality!r}, rotate={rotate}"
+        )
+
+
+def _as_calibration(activations, importance, w) -> Calibration:
+    if importance is not None:
+        return Calibration.from_importance(importance)
+    if isinstance(activations, Calibration):
+        return activations
+    calibration = Calibration(as_matrix(w, "w").shape[1])
+    activations = as_float32(activations, "activations")
+    if activations.ndim == 0 or activations.shape[-1] != calibration.columns:
+        raise ShapeError(f"activations must be [..., {calibration.columns}], got shape {list(activations.shape)}")
+    check_finite(activations, "activations")
+    calibration.add(activations)
+    return calibration
+
+
+def _e8_options(quality: str, columns: int, importance, hessian, damping: float):
+    """A coli_e8_options, and what it points to."""
+    options = ffi.new("coli_e8_options *")
+    options.size = ffi.sizeof("coli_e8_options")
+    options.quality = getattr(lib, f"COLI_E8_{quality.upper()}")
+    options.damping = max(damping, 1e-9)  # 0 would stand for the default
+    if importance is not None:
+        importance = as_importance(importance)
+        if importance.size != columns:
+            raise ShapeError(f"importance must be [{columns}], got {importance.size} elements")
+        options.importance = floats(importance)
+    if hessian is not None:
+        options.hessian = floats(hessian)
+    return options, (importance, hessian)
+
+
+def _output_error(stored: np.ndarray, weights: Weights, hessian: np.ndarray) -> float:
+    """Squared error of the outputs in relation to their squares, 0 where there are none."""
+    largest = max(float(np.abs(stored).max()), np.finfo(np.float32).tiny)
+    error = (weights.decode(stored=True) - stored) / np.float32(largest)
+    stored = stored / np.float32(largest)
+    hessian = hessian / np.float32(max(float(np.diagonal(hessian).max()), np.finfo(np.float32).tiny))
+    lost, total = (float(np.einsum("ij,ij->", m @ hessian, m, dtype=np.float64)) for m in (error, stored))
+    return lost / total if total > 0 else 0.0
 
 
 @dataclass(frozen=True, eq=False, repr=False)

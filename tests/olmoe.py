@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,9 @@ from pycoli.tensorfile import TensorFile
 
 Moe = Callable[[int, np.ndarray], np.ndarray]
 """moe(layer, x float32 [rows, D]) -> y float32 [rows, D]: router, experts and the sum of what they give."""
+
+_QUERIES = 128
+"""Queries that attend together: later keys need not be looked at."""
 
 Expert = tuple[np.ndarray, np.ndarray, np.ndarray]
 """gate and up [I, D], down [D, I]; float32."""
@@ -80,7 +84,7 @@ class Olmoe:
 
     # The model
 
-    def losses(self, windows: np.ndarray, moe: Moe | None = None, batch: int = 4) -> np.ndarray:
+    def losses(self, windows: np.ndarray, moe: Moe | None = None, batch: int = 4, threads: int = 1) -> np.ndarray:
         """Mean loss of each window in nats a token.
 
         Parameters
@@ -90,13 +94,17 @@ class Olmoe:
             In place of `self.moe`.
         batch : int
             Windows that go through together.
+        threads : int
+            Batches at a time; then `moe` is called by several threads. Better than threads in numpy's products, which
+            are small, where OPENBLAS_NUM_THREADS=1.
 
         Returns
         -------
         float64 [N]
         """
         parts = [windows[start : start + batch] for start in range(0, len(windows), batch)]
-        return np.concatenate([self._losses(part, moe or self.moe) for part in parts])
+        with ThreadPoolExecutor(threads) as pool:
+            return np.concatenate(list(pool.map(lambda part: self._losses(part, moe or self.moe), parts)))
 
     def _losses(self, windows: np.ndarray, moe: Moe) -> np.ndarray:
         hidden = self.embed(windows[:, :-1])
@@ -121,15 +129,9 @@ class Olmoe:
         q, k, v = (self._project(x, f"{stem}{name}_proj.weight") for name in "qkv")
         q, k = self._norm(q, f"{stem}q_norm.weight"), self._norm(k, f"{stem}k_norm.weight")
         q, k, v = (np.ascontiguousarray(_split(part, heads)) for part in (q, k, v))
-        q, k = self._rope(q), self._rope(k)
-        scores = q @ k.swapaxes(-1, -2)
-        scores *= np.float32(q.shape[-1] ** -0.5)
-        length = scores.shape[-1]
-        scores += np.triu(np.full((length, length), -np.inf, np.float32), 1)
-        scores -= scores.max(axis=-1, keepdims=True)
-        np.exp(scores, out=scores)
-        scores /= scores.sum(axis=-1, keepdims=True)
-        mixed = (scores @ v).swapaxes(1, 2).reshape(hidden.shape)
+        q, k = self._rope(q) * np.float32(q.shape[-1] ** -0.5), self._rope(k)
+        blocks = [_attention(q, k, v, start) for start in range(0, q.shape[-2], _QUERIES)]
+        mixed = np.concatenate(blocks, axis=-2).swapaxes(1, 2).reshape(hidden.shape)
         return hidden + self._project(mixed, f"{stem}o_proj.weight")
 
     def moe_input(self, layer: int, hidden: np.ndarray) -> np.ndarray:
@@ -193,6 +195,16 @@ class Olmoe:
         cosines, sines = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         low, high = x[..., :half], x[..., half:]
         return np.concatenate([low * cosines - high * sines, high * cosines + low * sines], axis=-1)
+
+
+def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, start: int) -> np.ndarray:
+    """Causal attention of _QUERIES queries from `start` on, or those that are left: [batch, heads, length, head]."""
+    end = min(start + _QUERIES, q.shape[-2])
+    scores = q[..., start:end, :] @ k[..., :end, :].swapaxes(-1, -2)
+    scores[..., start:] += np.triu(np.full((end - start, end - start), -np.inf, np.float32), 1)
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    return (scores @ v[..., :end, :]) / scores.sum(axis=-1, keepdims=True)
 
 
 def _split(x: np.ndarray, heads: int) -> np.ndarray:

@@ -55,15 +55,69 @@ static void encode_rows(const coli_encoding *encoding, int row) {
     }
 }
 
-coli_status coli_encode(int format, const float *w, int rows, int columns, int group_size, void *weights, void *scales) {
-    const coli_matrix result = {format, rows, columns, group_size, 0, weights, scales, NULL};
-    const coli_encoding encoding = {format, rows, columns, group_size, w, weights, scales};
-    FORWARD_ERROR(coli_matrix_check(&result));
-    RETURN_ERROR_IF(!w, COLI_E_ARGUMENT, "w, the [%d, %d] weights to encode, is NULL", rows, columns);
-    FORWARD_ERROR(check_finite(w, rows, columns));
-    int step = coli_geometry_scale_rows(format), steps = coli_ceil_div(rows, step);
-    int team = coli_team((size_t)steps, (size_t)step * (size_t)columns * 64);
+/* Encodes what has been checked. */
+static void encode_matrix(const coli_encoding *encoding) {
+    int step = coli_geometry_scale_rows(encoding->format), steps = coli_ceil_div(encoding->rows, step);
+    int team = coli_team((size_t)steps, (size_t)step * (size_t)encoding->columns * 64);
     COLI_PARALLEL_FOR(team)
-    for (int i = 0; i < steps; i++) encode_rows(&encoding, i * step);
+    for (int i = 0; i < steps; i++) encode_rows(encoding, i * step);
+}
+
+static coli_status check_encoding(const coli_encoding *encoding) {
+    const coli_matrix result = {encoding->format,
+                                encoding->rows,
+                                encoding->columns,
+                                encoding->group_size,
+                                0,
+                                encoding->weights,
+                                encoding->scales,
+                                NULL};
+    FORWARD_ERROR(coli_matrix_check(&result));
+    RETURN_ERROR_IF(!encoding->w, COLI_E_ARGUMENT, "w, the [%d, %d] weights to encode, is NULL", encoding->rows,
+                    encoding->columns);
+    return check_finite(encoding->w, encoding->rows, encoding->columns);
+}
+
+static const coli_e8_options default_e8_options = {.size = sizeof default_e8_options};
+
+coli_status coli_encode(int format, const float *w, int rows, int columns, int group_size, void *weights, void *scales) {
+    const coli_encoding encoding = {format, rows, columns, group_size, w, weights, scales, &default_e8_options};
+    FORWARD_ERROR(check_encoding(&encoding));
+    encode_matrix(&encoding);
+    return COLI_OK;
+}
+
+static coli_status check_importance(const float *importance, int columns) {
+    for (int i = 0; importance && i < columns; i++) {
+        RETURN_ERROR_IF(!isfinite(importance[i]), COLI_E_NOT_FINITE, "importance must be finite, got %f at column %d",
+                        (double)importance[i], i);
+        RETURN_ERROR_IF(importance[i] < 0, COLI_E_ARGUMENT, "importance must be 0 or more, got %g at column %d",
+                        (double)importance[i], i);
+    }
+    return COLI_OK;
+}
+
+static coli_status check_e8_options(const coli_e8_options *options, int columns) {
+    RETURN_ERROR_IF(options->size != sizeof *options, COLI_E_ARGUMENT,
+                    "coli_e8_options.size must be sizeof(coli_e8_options), %zu, got %zu", sizeof *options, options->size);
+    RETURN_ERROR_IF(options->quality < COLI_E8_SEARCH || options->quality > COLI_E8_CALIBRATED, COLI_E_ARGUMENT,
+                    "quality must be COLI_E8_SEARCH, COLI_E8_REFERENCE or COLI_E8_CALIBRATED, got %d", options->quality);
+    RETURN_ERROR_IF(options->importance && options->quality != COLI_E8_SEARCH, COLI_E_ARGUMENT,
+                    "importance is for COLI_E8_SEARCH, got it with quality %d", options->quality);
+    RETURN_ERROR_IF((options->quality == COLI_E8_CALIBRATED) != (options->hessian != NULL), COLI_E_ARGUMENT,
+                    "COLI_E8_CALIBRATED, and no other quality, needs a hessian; got quality %d and %s", options->quality,
+                    options->hessian ? "one" : "NULL");
+    RETURN_ERROR_IF(!(options->damping >= 0 && options->damping <= 1), COLI_E_ARGUMENT, "damping must be 0 ... 1, got %g",
+                    (double)options->damping);
+    return check_importance(options->importance, columns);
+}
+
+coli_status coli_encode_e8(const coli_e8_options *options, const float *w, int rows, int columns, void *weights) {
+    if (!options) options = &default_e8_options;
+    const coli_encoding encoding = {COLI_E8, rows, columns, 0, w, weights, NULL, options};
+    FORWARD_ERROR(check_encoding(&encoding));
+    FORWARD_ERROR(check_e8_options(options, columns));
+    if (options->quality == COLI_E8_CALIBRATED) return coli_encode_e8_calibrated(&encoding);
+    encode_matrix(&encoding);
     return COLI_OK;
 }

@@ -13,6 +13,7 @@ typedef struct coli_encoding {
     const float *w;
     uint8_t *weights;
     uint8_t *scales; /* of any alignment, so they are stored with coli_store_scale() */
+    const coli_e8_options *e8;
 } coli_encoding;
 
 static inline void coli_store_scale(const coli_encoding *encoding, size_t index, float scale) {
@@ -31,5 +32,8 @@ void coli_encode_int_row(const coli_encoding *encoding, int row);
 void coli_encode_e8_row(const coli_encoding *encoding, int row);
 void coli_encode_mxfp4_row(const coli_encoding *encoding, int row);
 void coli_encode_fp8_rows(const coli_encoding *encoding, int row);
+
+/* All rows by COLI_E8_CALIBRATED. */
+coli_status coli_encode_e8_calibrated(const coli_encoding *encoding);
 
 #endif

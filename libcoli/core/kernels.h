@@ -1,8 +1,8 @@
 /* kernels.h - the loops whose speed matters, as a table of functions.
  *
  * kernels_impl.h writes them once; kernels_scalar.c, kernels_avx2.c and kernels_avx512.c compile them for one instruction
- * set each; isa.c picks a table at run time. All tables give the same bits, except that dot_rows and add_scaled
- * round differently where there is no fused multiply-add. */
+ * set each; isa.c picks a table at run time. All tables give the same bits, except that the sums of dot_rows round
+ * differently where there is no fused multiply-add. */
 #ifndef COLI_CORE_KERNELS_H
 #define COLI_CORE_KERNELS_H
 
@@ -16,13 +16,36 @@
 #define COLI_KERNELS_BUILT "scalar"
 #endif
 
-/* The codebook as the encoder searches it: weight k of all entries side by side, in units of half a table byte, and each
- * entry's squared length. In double, where products with float32 magnitudes and sub-scales are exact, so that ties between
- * entries are recognised as ties. */
+/* The codebook as the encoder searches it.
+ *
+ * The squared error of entry g for magnitudes m under the scale s is |m|^2 + s (s |g|^2 - 2 m g), so among entries of one
+ * length the one with the largest m g is best whatever s is. Entries of one length therefore share a slot (a large class of
+ * them several), and scales are tried on the slots' maxima. Round r holds the r-th entry of each slot that has so many,
+ * the longest slots first; where a round is filled up to a multiple of 8, it repeats the slot's first entry.
+ *
+ * Weights are in units of half a table byte. In double, products with float32 magnitudes and sub-scales are exact, so
+ * that ties between entries are recognised as ties; the reference rule needs that. */
+#define COLI_E8_SLOTS 72
+#define COLI_E8_ROUNDS 6
+#define COLI_E8_PLACES 280 /* of all rounds */
+
 typedef struct coli_e8_search {
-    double weights[4][256];
-    double lengths[256];
+    double weights_f64[4][COLI_E8_PLACES]; /* weight k of the entry at each place */
+    float weights_f32[4][COLI_E8_PLACES];
+    double lengths_f64[COLI_E8_PLACES]; /* squared; the first COLI_E8_SLOTS places are one of each slot */
+    float lengths_f32[COLI_E8_PLACES];
+    int entries[COLI_E8_PLACES];
+    int round_slots[COLI_E8_ROUNDS];
 } coli_e8_search;
+
+#define COLI_E8_TRIALS 256 /* the most sub-scales that e8_gains tries at once */
+
+/* A sub-block to encode. A lane whose number of negatives is odd must give one weight the other sign. */
+typedef struct coli_e8_subblock {
+    float magnitudes[32];
+    const float *importance; /* [32], the weights of the squared errors; NULL where all are 1 */
+    int odd[4];              /* per lane */
+} coli_e8_subblock;
 
 typedef struct coli_kernels {
     const char *name; /* as coli_isa() gives it */
@@ -39,12 +62,22 @@ typedef struct coli_kernels {
     /* Walsh-Hadamard transform of x [n] in place, natural order, times `scale`; n is a power of two. */
     void (*hadamard)(float *x, int n, float scale);
 
-    /* y[i] += factor * x[i] */
-    void (*add_scaled)(float *y, const float *x, float factor, int n);
-
-    /* Nearest codebook entries for the 32 magnitudes of a sub-block under super-scale d, for the sub-scale code with the
-     * smallest squared error, which is returned. Ties go to the lowest index and the lowest code. */
+    /* The reference rule: nearest codebook entries for the 32 magnitudes of a sub-block under super-scale d, for the
+     * sub-scale code with the smallest squared error, which is returned. Ties go to the lowest index and the lowest code.
+     */
     int (*e8_fit)(const coli_e8_search *codebook, const float magnitudes[32], float d, uint8_t indices[8]);
+
+    /* gains[i] = squared error under the sub-scale scales[i] with the best entries and flips, less that of zeros; `count`
+     * is a multiple of 16, at most COLI_E8_TRIALS. */
+    void (*e8_gains)(const coli_e8_search *codebook, const coli_e8_subblock *subblock, const float *scales, int count,
+                     float *gains);
+
+    /* Those entries of lane `lane`, and which of its weights takes the other sign, or -1. */
+    int (*e8_choose)(const coli_e8_search *codebook, const coli_e8_subblock *subblock, int lane, float scale,
+                     uint8_t indices[2]);
+
+    /* y[j] += sum_k x[k] w[k, j] over `count` rows of w, whose rows are `stride` apart, one after another. */
+    void (*add_products)(float *y, int columns, const float *x, int count, const float *w, size_t stride);
 } coli_kernels;
 
 extern const coli_kernels coli_kernels_scalar;

@@ -37,57 +37,184 @@ static void dot_rows(const float *w, const float *x, size_t S, int columns, floa
     for (size_t s = 0; s < S; s++) y[s * y_stride] = dot(w, x + s * (size_t)columns, columns);
 }
 
-static void add_scaled(float *restrict y, const float *restrict x, float factor, int n) {
-    COLI_SIMD()
-    for (int i = 0; i < n; i++) y[i] = MULTIPLY_ADD(factor, x[i], y[i]);
+/* Vectors of the instruction set; arithmetic operators work on them, the minimum does not. */
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+#define VECTOR_MIN_F64(a, b) _mm512_min_pd(a, b)
+#define VECTOR_MIN_F32(a, b) _mm512_min_ps(a, b)
+#elif defined(__AVX2__)
+#define VECTOR_BYTES 32
+#define VECTOR_MIN_F64(a, b) _mm256_min_pd(a, b)
+#define VECTOR_MIN_F32(a, b) _mm256_min_ps(a, b)
+#else
+#define VECTOR_BYTES 16
+#define VECTOR_MIN_F64(a, b)                                                                                               \
+    ((vector_f64)(((bits_f64)((a) < (b)) & (bits_f64)(a)) | (~(bits_f64)((a) < (b)) & (bits_f64)(b))))
+#define VECTOR_MIN_F32(a, b)                                                                                               \
+    ((vector_f32)(((bits_f32)((a) < (b)) & (bits_f32)(a)) | (~(bits_f32)((a) < (b)) & (bits_f32)(b))))
+typedef int64_t bits_f64 __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t bits_f32 __attribute__((vector_size(VECTOR_BYTES)));
+#endif
+typedef double vector_f64 __attribute__((vector_size(VECTOR_BYTES)));
+typedef float vector_f32 __attribute__((vector_size(VECTOR_BYTES)));
+static inline vector_f64 vector_min_f64(vector_f64 a, vector_f64 b) {
+    return VECTOR_MIN_F64(a, b);
+}
+static inline vector_f32 vector_min_f32(vector_f32 a, vector_f32 b) {
+    return VECTOR_MIN_F32(a, b);
 }
 
-/* products[e] = 2 m g_e for the entries g_e */
-static void e8_products(const coli_e8_search *codebook, const float m[4], double products[256]) {
-    COLI_SIMD()
-    for (int e = 0; e < 256; e++) {
-        products[e] = 2.0 * (m[0] * codebook->weights[0][e] + m[1] * codebook->weights[1][e] +
-                             m[2] * codebook->weights[2][e] + m[3] * codebook->weights[3][e]);
-    }
-}
-
-/* First entry with the smallest scale |g_e|^2 - products[e], which goes to *smallest. */
-static int e8_nearest(const coli_e8_search *codebook, const double products[256], double scale, double *smallest) {
-    double scores[256], low = HUGE_VAL;
-    int nearest = 256;
-    COLI_SIMD(reduction(min : low))
-    for (int e = 0; e < 256; e++) {
-        scores[e] = scale * codebook->lengths[e] - products[e];
-        low = scores[e] < low ? scores[e] : low;
-    }
-    COLI_SIMD(reduction(min : nearest))
-    for (int e = 0; e < 256; e++) {
-        int candidate = scores[e] == low ? e : 256;
-        nearest = candidate < nearest ? candidate : nearest;
-    }
-    *smallest = low;
-    return nearest;
-}
+#define REAL double
+#define NAMED(name) name##_f64
+#include "e8_lines.h"
+#undef REAL
+#undef NAMED
+#define REAL float
+#define NAMED(name) name##_f32
+#include "e8_lines.h"
+#undef REAL
+#undef NAMED
 
 static int e8_fit(const coli_e8_search *codebook, const float magnitudes[32], float d, uint8_t indices[8]) {
-    double products[8][256], best_error = HUGE_VAL;
-    int best_code = 0;
-    for (int group = 0; group < 8; group++) e8_products(codebook, magnitudes + 4 * group, products[group]);
+    double products[8][COLI_E8_PLACES], scales[16], errors[16] = {0};
     for (int code = 0; code < 16; code++) {
-        double scale = d * (0.5 + code) * 0.5, error = 0, score;
-        uint8_t candidate[8];
-        if (scale < 1e-20) scale = 1e-20;
-        for (int group = 0; group < 8; group++) {
-            candidate[group] = (uint8_t)e8_nearest(codebook, products[group], scale, &score);
-            error += scale * score;
-        }
-        if (error < best_error) {
-            best_error = error;
-            best_code = code;
-            memcpy(indices, candidate, sizeof candidate);
+        scales[code] = d * (0.5 + code) * 0.5;
+        if (scales[code] < 1e-20) scales[code] = 1e-20;
+    }
+    for (int group = 0; group < 8; group++) {
+        double slopes[COLI_E8_SLOTS], scores[16];
+        e8_products_f64(codebook, magnitudes + 4 * group, products[group]);
+        e8_slot_maxima_f64(codebook, products[group], slopes);
+        e8_lowest_f64(slopes, codebook->lengths_f64, COLI_E8_SLOTS, scales, scores);
+        for (int code = 0; code < 16; code++) errors[code] += scales[code] * scores[code];
+    }
+    int best = 0;
+    for (int code = 1; code < 16; code++) {
+        if (errors[code] < errors[best]) best = code;
+    }
+    for (int group = 0; group < 8; group++) {
+        double score;
+        indices[group] = (uint8_t)e8_entry_f64(codebook, products[group], codebook->lengths_f64, scales[best], &score);
+    }
+    return best;
+}
+
+/*------   E8 search: entries, sub-scales and flips at once   ------*/
+
+/* What the scores of a group of four magnitudes are made of: 2 m g with all signs as they are, and at most, over the four
+ * choices, with one of them flipped. Without importance the lines of a slot are one, its maximum. */
+typedef struct {
+    int count; /* COLI_E8_SLOTS or COLI_E8_PLACES */
+    float kept[COLI_E8_PLACES], flipped[COLI_E8_PLACES];
+    float own_lengths[COLI_E8_PLACES];
+    const float *lengths;
+} group_lines;
+
+/* All places: `kept`, `flipped` and `lengths` for a group. */
+static void e8_place_lines(const coli_e8_search *codebook, const coli_e8_subblock *subblock, int group,
+                           group_lines *lines) {
+    const float *magnitudes = subblock->magnitudes + 4 * group;
+    float m[4];
+    for (int k = 0; k < 4; k++) m[k] = magnitudes[k] * (subblock->importance ? subblock->importance[4 * group + k] : 1.0f);
+    COLI_SIMD()
+    for (int place = 0; place < COLI_E8_PLACES; place++) {
+        float x0 = m[0] * codebook->weights_f32[0][place], x1 = m[1] * codebook->weights_f32[1][place];
+        float x2 = m[2] * codebook->weights_f32[2][place], x3 = m[3] * codebook->weights_f32[3][place];
+        float low01 = x0 < x1 ? x0 : x1, low23 = x2 < x3 ? x2 : x3, low = low01 < low23 ? low01 : low23;
+        lines->kept[place] = 2.0f * (x0 + x1 + x2 + x3);
+        lines->flipped[place] = lines->kept[place] - 4.0f * low;
+    }
+    lines->count = COLI_E8_PLACES;
+    lines->lengths = codebook->lengths_f32;
+    if (!subblock->importance) return;
+    const float *h = subblock->importance + 4 * group;
+    COLI_SIMD()
+    for (int place = 0; place < COLI_E8_PLACES; place++) {
+        float g0 = codebook->weights_f32[0][place], g1 = codebook->weights_f32[1][place];
+        float g2 = codebook->weights_f32[2][place], g3 = codebook->weights_f32[3][place];
+        lines->own_lengths[place] = h[0] * (g0 * g0) + h[1] * (g1 * g1) + h[2] * (g2 * g2) + h[3] * (g3 * g3);
+    }
+    lines->lengths = lines->own_lengths;
+}
+
+/* Without importance, lengths are the same in each slot, and its maxima alone matter. */
+static void e8_group_lines(const coli_e8_search *codebook, const coli_e8_subblock *subblock, int group,
+                           group_lines *lines) {
+    e8_place_lines(codebook, subblock, group, lines);
+    if (subblock->importance) return;
+    e8_slot_maxima_f32(codebook, lines->kept, lines->kept);
+    e8_slot_maxima_f32(codebook, lines->flipped, lines->flipped);
+    lines->count = COLI_E8_SLOTS;
+}
+
+static void e8_gains(const coli_e8_search *codebook, const coli_e8_subblock *subblock, const float *scales, int count,
+                     float *gains) {
+    group_lines first, second;
+    for (int i = 0; i < count; i++) gains[i] = 0;
+    for (int lane = 0; lane < 4; lane++) {
+        e8_group_lines(codebook, subblock, 2 * lane, &first);
+        e8_group_lines(codebook, subblock, 2 * lane + 1, &second);
+        for (int i = 0; i < count; i += 16) {
+            float a[16], b[16], a_flipped[16], b_flipped[16];
+            e8_lowest_f32(first.kept, first.lengths, first.count, scales + i, a);
+            e8_lowest_f32(second.kept, second.lengths, second.count, scales + i, b);
+            if (!subblock->odd[lane]) {
+                for (int j = 0; j < 16; j++) gains[i + j] += scales[i + j] * (a[j] + b[j]);
+                continue;
+            }
+            e8_lowest_f32(first.flipped, first.lengths, first.count, scales + i, a_flipped);
+            e8_lowest_f32(second.flipped, second.lengths, second.count, scales + i, b_flipped);
+            for (int j = 0; j < 16; j++) {
+                float in_first = a_flipped[j] + b[j], in_second = a[j] + b_flipped[j];
+                gains[i + j] += scales[i + j] * (in_first <= in_second ? in_first : in_second);
+            }
         }
     }
-    return best_code;
+}
+
+/* The weight of a group whose sign is flipped at the smallest cost. */
+static int e8_flip(const coli_e8_subblock *subblock, int group, const uint8_t entry[4]) {
+    float lowest = HUGE_VALF;
+    int flip = 0;
+    for (int k = 0; k < 4; k++) {
+        float importance = subblock->importance ? subblock->importance[4 * group + k] : 1.0f;
+        float cost = subblock->magnitudes[4 * group + k] * importance * (float)entry[k];
+        if (cost < lowest) {
+            lowest = cost;
+            flip = k;
+        }
+    }
+    return flip;
+}
+
+static int e8_choose(const coli_e8_search *codebook, const coli_e8_subblock *subblock, int lane, float scale,
+                     uint8_t indices[2]) {
+    float kept[2], flipped[2];
+    int kept_entry[2], flipped_entry[2];
+    for (int half = 0; half < 2; half++) {
+        group_lines lines;
+        e8_place_lines(codebook, subblock, 2 * lane + half, &lines);
+        kept_entry[half] = e8_entry_f32(codebook, lines.kept, lines.lengths, scale, &kept[half]);
+        if (subblock->odd[lane])
+            flipped_entry[half] = e8_entry_f32(codebook, lines.flipped, lines.lengths, scale, &flipped[half]);
+    }
+    int flip = -1;
+    if (subblock->odd[lane]) {
+        int half = flipped[0] + kept[1] <= kept[0] + flipped[1] ? 0 : 1;
+        kept_entry[half] = flipped_entry[half];
+        flip = 4 * half + e8_flip(subblock, 2 * lane + half, coli_e8_codebook() + 4 * flipped_entry[half]);
+    }
+    for (int half = 0; half < 2; half++) indices[half] = (uint8_t)kept_entry[half];
+    return flip;
+}
+
+static void add_products(float *restrict y, int columns, const float *restrict x, int count, const float *restrict w,
+                         size_t stride) {
+    for (int k = 0; k < count; k++) {
+        const float *row = w + (size_t)k * stride;
+        COLI_SIMD()
+        for (int j = 0; j < columns; j++) y[j] += x[k] * row[j];
+    }
 }
 
 #define TABLE_NAME_(name) coli_kernels_##name
@@ -101,6 +228,8 @@ const coli_kernels TABLE_NAME(COLI_KERNELS_NAME) = {
     .dot_rows = dot_rows,
     .flip_signs = flip_signs,
     .hadamard = hadamard,
-    .add_scaled = add_scaled,
     .e8_fit = e8_fit,
+    .e8_gains = e8_gains,
+    .e8_choose = e8_choose,
+    .add_products = add_products,
 };

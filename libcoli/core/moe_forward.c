@@ -537,7 +537,7 @@ static void sort_by_token(call *c, size_t begin, size_t end) {
 /* Adds a row to y [n], which has none yet where is_first is 1. */
 static void add_row(const coli_kernels *kernels, float *y, const float *row, float weight, int n, int is_first) {
     if (is_first) memset(y, 0, (size_t)n * sizeof *y);
-    kernels->add_scaled(y, row, weight, n);
+    kernels->add_products(y, n, &weight, 1, row, 0);
 }
 
 static void sum_columns(const call *c, const coli_kernels *kernels, size_t token, int column, int n, int is_first) {

@@ -65,6 +65,6 @@ void coli_pack_rows(const float *x, int D, const int *tokens, size_t n, float *p
 void coli_add_rows(const float *rows, int D, const int *tokens, const float *pair_weights, size_t n, float *y) {
     const coli_kernels *kernels = coli_kernels_current();
     for (size_t i = 0; i < n; i++) {
-        kernels->add_scaled(y + (size_t)tokens[i] * (size_t)D, rows + i * (size_t)D, pair_weights[i], D);
+        kernels->add_products(y + (size_t)tokens[i] * (size_t)D, D, pair_weights + i, 1, rows + i * (size_t)D, 0);
     }
 }

@@ -52,15 +52,59 @@ const float *coli_e8_magnitudes(void) {
 }
 
 static _Alignas(64) coli_e8_search searchable_codebook;
-static void fill_searchable_codebook(void) {
+
+static int entry_length(int entry) {
+    int squares = 0;
+    for (int k = 0; k < 4; k++) squares += coli_e8_codebook()[4 * entry + k] * coli_e8_codebook()[4 * entry + k];
+    return squares / 4;
+}
+
+static void place_entry(int place, int entry) {
+    coli_e8_search *table = &searchable_codebook;
+    table->entries[place] = entry;
+    table->lengths_f64[place] = table->lengths_f32[place] = (float)entry_length(entry);
+    for (int k = 0; k < 4; k++) {
+        table->weights_f32[k][place] = (float)coli_e8_codebook()[4 * entry + k] * 0.5f;
+        table->weights_f64[k][place] = table->weights_f32[k][place];
+    }
+}
+
+/* Entries by slots: those of one length, at most COLI_E8_ROUNDS in a slot. */
+typedef struct {
+    int entries[COLI_E8_ROUNDS], count;
+} search_slot;
+
+static int fill_slots(search_slot slots[COLI_E8_SLOTS]) {
+    int count = 0;
     for (int entry = 0; entry < 256; entry++) {
-        const uint8_t *bytes = coli_e8_codebook() + 4 * entry;
-        double squares = 0;
-        for (int k = 0; k < 4; k++) {
-            searchable_codebook.weights[k][entry] = bytes[k] * 0.5;
-            squares += searchable_codebook.weights[k][entry] * searchable_codebook.weights[k][entry];
+        int slot = 0;
+        while (slot < count &&
+               (slots[slot].count == COLI_E8_ROUNDS || entry_length(slots[slot].entries[0]) != entry_length(entry)))
+            slot++;
+        if (slot == count) count++;
+        slots[slot].entries[slots[slot].count++] = entry;
+    }
+    return count;
+}
+
+static void fill_searchable_codebook(void) {
+    search_slot slots[COLI_E8_SLOTS] = {{{0}, 0}};
+    int order[COLI_E8_SLOTS], slot_count = fill_slots(slots), sorted = 0, place = 0;
+    for (int size = COLI_E8_ROUNDS; size > 0; size--) {
+        for (int slot = 0; slot < slot_count; slot++) {
+            if (slots[slot].count == size) order[sorted++] = slot;
         }
-        searchable_codebook.lengths[entry] = squares;
+    }
+    while (sorted < COLI_E8_SLOTS) order[sorted++] = 0;
+    for (int round = 0; round < COLI_E8_ROUNDS; round++) {
+        int taking_part = 0;
+        while (taking_part < sorted && slots[order[taking_part]].count > round) taking_part++;
+        taking_part = (taking_part + 7) / 8 * 8;
+        searchable_codebook.round_slots[round] = taking_part;
+        for (int i = 0; i < taking_part; i++) {
+            const search_slot *slot = &slots[order[i]];
+            place_entry(place++, slot->entries[slot->count > round ? round : 0]);
+        }
     }
 }
 const coli_e8_search *coli_e8_search_table(void) {

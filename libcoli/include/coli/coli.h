@@ -111,11 +111,40 @@ typedef struct coli_matrix {
 COLI_API coli_status coli_matrix_check(const coli_matrix *matrix);
 
 /* Encodes w [rows, columns] as it is (rotate E8 rows first, if wanted) into caller memory of coli_weight_bytes() and
- * coli_scale_bytes(); `scales` may be NULL where the format has none. E8 follows the reference rule of docs/formats.md; a
- * row's last super-block is padded with zeros. COLI_E_NOT_FINITE names the row and column of the first NaN or infinity.
- * Nothing is written unless the result is COLI_OK. */
+ * coli_scale_bytes(); `scales` may be NULL where the format has none. E8 is encoded by COLI_E8_SEARCH; a row's last
+ * super-block is padded with zeros. COLI_E_NOT_FINITE names the row and column of the first NaN or infinity. Nothing is
+ * written unless the result is COLI_OK. The bytes do not depend on instruction set or threads. */
 COLI_API coli_status coli_encode(int format, const float *w, int rows, int columns, int group_size, void *weights,
                                  void *scales);
+
+/* How E8 chooses scales, entries and signs. All give the same bytes on disk, which any decoder reads. */
+typedef enum coli_e8_quality {
+    COLI_E8_SEARCH = 0, /* super-scale, codes, entries and flipped signs chosen together, for the smallest squared error */
+    COLI_E8_REFERENCE = 1, /* the reference rule of docs/formats.md, to the bit */
+    COLI_E8_CALIBRATED = 2 /* for the smallest error of the outputs: each column's error is made up for by those after it */
+} coli_e8_quality;
+
+/* Zero it, then set `size` and what is wanted. */
+typedef struct coli_e8_options {
+    size_t size;   /* sizeof(coli_e8_options) */
+    int quality;   /* a coli_e8_quality */
+    float damping; /* COLI_E8_CALIBRATED: part of the Hessian's mean diagonal that is added to its diagonal, at most
+                    * 1; 0 stands for 0.01 */
+    const float *importance; /* COLI_E8_SEARCH: weight of each column's squared error [columns], 0 or more; or NULL */
+    const float *hessian; /* COLI_E8_CALIBRATED: sum of x x^T over activations x as the encoded matrix meets them (rotated
+                           * where w is) [columns, columns]; its upper triangle is read */
+} coli_e8_options;
+
+/* As coli_encode(COLI_E8, ...) with a choice of quality; NULL options are the default.
+ *
+ * No super-block has a larger squared error than by COLI_E8_REFERENCE, weighted by the importance where there is one; with
+ * COLI_E8_CALIBRATED, no row has a larger e (hessian + damping) e^T, e being its error, than by COLI_E8_SEARCH. There a
+ * row's columns are encoded in lanes of 8 from the first to the last, then improved lane by lane. It takes 8 columns^2
+ * bytes of memory besides, columns^3 / 3 operations once, and about 8 columns^2 for each row.
+ *
+ * Errors: those of coli_encode(); COLI_E_ARGUMENT for a size, quality, damping or importance that does not exist and for a
+ * Hessian that is not positive semidefinite, COLI_E_NOT_FINITE, COLI_E_MEMORY. */
+COLI_API coli_status coli_encode_e8(const coli_e8_options *options, const float *w, int rows, int columns, void *weights);
 /* Decodes to w [rows, columns], E8 as stored (still rotated). Exact: the product of code and scale in float32. */
 COLI_API coli_status coli_decode(const coli_matrix *matrix, float *w);
 
