@@ -37,7 +37,7 @@ class CalibrationReport:
     collect_seconds, encode_seconds : float
         Time that collecting the activations and encoding took.
     peak_bytes : int
-        Memory for it, besides the matrix and its encoding.
+        About the memory that it took at most, besides the matrix and its encoding.
     """
 
     quality: str

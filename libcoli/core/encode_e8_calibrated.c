@@ -59,8 +59,8 @@ static void damp(const coli_e8_options *options, float mean, calibration *result
     }
 }
 
-/* The panel's own triangle, from its last column to its first. `first` is 1 past the column of a diagonal element that is
- * not positive, or 0. */
+/* The panel's own triangle, from its last column to its first. Returns 1 more than the column of a diagonal element that is
+ * not positive, 0 when there is none. */
 static int factor_triangle(float *factor, size_t size, int start, int width) {
     for (int j = start + width - 1; j >= start; j--) {
         for (int i = j; i >= start; i--) {
