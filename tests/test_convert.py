@@ -80,12 +80,12 @@ def model(tmp_path, rng):
 def small(tmp_path_factory):
     """A model that converts in a fraction of a second, in several shards."""
     rng = np.random.default_rng(3)
-    sizes = {"hidden": 128, "inner": 64, "experts": 4}
-    config = {**CONFIG, "hidden_size": 128, "moe_intermediate_size": 64, "num_experts": 4}
+    sizes = {"hidden": 128, "inner": 64, "experts": 2}
+    config = {**CONFIG, "hidden_size": 128, "moe_intermediate_size": 64, "num_experts": 2}
     return write_model(tmp_path_factory.mktemp("small") / "model", model_tensors(rng, **sizes), config)
 
 
-SMALL = Settings(experts="int4-g32", shard_bytes=25_000)
+SMALL = Settings(experts="int4-g32", shard_bytes=20_000)
 
 
 def content(folder):
@@ -103,10 +103,9 @@ def header(file):
 # The result
 
 
-@pytest.mark.parametrize("jobs", [1, 3])
-def test_layout_of_existing_hosts(tmp_path, model, jobs):
+def test_layout_of_existing_hosts(tmp_path, model):
     folder, tensors = model
-    report = convert(folder, tmp_path / "out", jobs=jobs)
+    report = convert(folder, tmp_path / "out", jobs=3)
     assert report.warnings == []
     assert sorted(content(tmp_path / "out")) == [
         ".out-progress.json",
@@ -614,7 +613,7 @@ def verified(tmp_path, small):
 
 def test_a_right_container(verified):
     results = list(verify(*verified))
-    assert len(results) == 3 + 2 * (3 + 12)
+    assert len(results) == 3 + 2 * (3 + 6)
     assert [result.problem for result in results if result.problem] == []
     assert all(0 < result.loss.nmse < 0.02 for result in results if result.kind.startswith("expert"))
     assert all(result.largest > 0 for result in results if result.kind.startswith("expert"))
@@ -631,7 +630,7 @@ def rewrite(folder, name, change, metadata=None):
     (folder / ".out-progress.json").unlink()
 
 
-NORM, UP = "model.norm.weight", "model.layers.1.mlp.experts.2.up_proj.weight"
+NORM, UP = "model.norm.weight", "model.layers.1.mlp.experts.1.up_proj.weight"
 
 
 @pytest.mark.parametrize(
@@ -669,7 +668,7 @@ def test_checksums_find_a_changed_bit(verified):
 def test_a_limit_of_the_caller(verified):
     wrong = [result for result in verify(*verified, limit=1e-4) if result.problem]
     assert {result.fmt for result in wrong} == {"int4-g32"}
-    assert len(wrong) == 24
+    assert len(wrong) == 12
     with pytest.raises(pycoli.ArgumentError, match="limit: expected"):
         list(verify(*verified, limit=float("nan")))
 

@@ -277,7 +277,7 @@ def _plan_tensor(tensor: SourceTensor, settings: Settings, taken_over: set[str],
 def _check_experts(source: Source, tensors: Iterable[SourceTensor]) -> None:
     """Raises unless all matrices of a layer's experts are there, and float: gate and up [I, D] and down [D, I], of the
     sizes that the configuration has, or of those of the layer's first."""
-    present = {tensor.name for tensor in tensors}
+    present = {tensor.name: tensor for tensor in tensors}
     for layers in layers_by_prefix(present, source.path).values():
         for number, layer in layers.items():
             needed = (name for expert in range(layer.count(number, source.path)) for name in layer.tensors(expert))
