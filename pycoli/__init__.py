@@ -16,6 +16,7 @@ __path__ = extend_path(__path__, __name__)
 
 from . import _lib, cpu
 from .backend import Backend, open_backend
+from .container import Container, EncodedExpert
 from .device import Device, Tensor
 from .errors import (
     ArgumentError,
@@ -34,6 +35,7 @@ from .errors import (
     StateError,
 )
 from .experts import Expert, ExpertGroup
+from .moe import MoELayer, Router, place, repin
 from .placement import Placement, explain
 from .products import expert_mlp, matmul
 from .weights import Format, Weights, encode, formats, rotate, unrotate
@@ -46,18 +48,22 @@ __all__ = [
     "BackendError",
     "CheckpointError",
     "ColiError",
+    "Container",
     "Device",
     "DeviceError",
     "DtypeError",
+    "EncodedExpert",
     "Expert",
     "ExpertGroup",
     "Format",
     "FormatError",
     "FreedError",
+    "MoELayer",
     "NotFiniteError",
     "NotProvidedError",
     "OutOfMemoryError",
     "Placement",
+    "Router",
     "ShapeError",
     "SizeError",
     "StateError",
@@ -70,6 +76,8 @@ __all__ = [
     "formats",
     "matmul",
     "open_backend",
+    "place",
+    "repin",
     "rotate",
     "unrotate",
 ]

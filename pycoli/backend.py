@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from ._arrays import floats
 from ._lib import (
@@ -102,6 +102,7 @@ class Backend:
         self._start_lock = threading.RLock()
         self._slots: dict[int, Slot] = {}
         self._tensors: weakref.WeakSet = weakref.WeakSet()
+        self._layers: weakref.WeakSet = weakref.WeakSet()  # of MoELayer, that may have experts on devices
 
     @property
     def version(self) -> str | None:
@@ -166,6 +167,7 @@ class Backend:
         self._start()
         with self._all_devices():
             live = sum(1 for tensor in self._tensors if tensor.fmt == "e8" and not tensor.freed)
+            live += sum(layer._e8_on_gpus() for layer in list(self._layers))
             if live and codebook != self.e8_codebook:
                 raise StateError(f"{live} E8 matrices on devices use the present codebook: free them first")
             self._call("coli_cuda_e8_set_grid", codebook)
@@ -176,6 +178,9 @@ class Backend:
         with self._start_lock:
             if self._started_in != os.getpid():
                 return
+            for layer in list(self._layers):  # one that was freed, or cannot have its weights back, is left as it is
+                with suppress(ColiError):
+                    layer.unplace()
             with self._all_devices():
                 for tensor in list(self._tensors):
                     tensor.free()

@@ -3,38 +3,30 @@
 A checkpoint is a folder (``config.json`` with ``model.safetensors``, or with ``model.safetensors.index.json`` and its
 shards) or a single ``.safetensors`` file. Weights come out as exact float32; nothing is read before it is asked for.
 
-Names that are understood, after any prefix::
-
-    layers.N.mlp.experts.E.{gate_proj,up_proj,down_proj}.weight      OLMoE, Qwen-MoE, DeepSeek, GLM
-    layers.N.block_sparse_moe.experts.E.{w1,w3,w2}.weight            Mixtral
-    layers.N.mlp.experts.{gate_up_proj,down_proj}                    all experts in one tensor
-
-A single file may carry its configuration as the metadata entry ``config`` (the text of a ``config.json``) and the
-recorded inputs of its MoE blocks as tensors ``layerN.x``.
+naming.py has the names that are understood. A single file may carry its configuration as the metadata entry ``config``
+(the text of a ``config.json``) and the recorded inputs of its MoE blocks as tensors ``layerN.x``.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from ._json import parse_json, positive_integer, read_json
 from .errors import CheckpointError
+from .naming import FusedLayer, SeparateLayer, model_layers, number_ranges
 from .tensorfile import TensorFile
 
-__all__ = ["Checkpoint", "ExpertWeights", "number_ranges", "recorded_input_name"]
-
-_EXPERTS = r"^(?P<prefix>(?:.*\.)?)layers\.(?P<layer>[0-9]{1,6})\.(?:mlp|block_sparse_moe|feed_forward)\.experts\."
-_SEPARATE = re.compile(_EXPERTS + r"(?P<expert>[0-9]{1,6})\.(?P<matrix>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
-_FUSED = re.compile(_EXPERTS + r"(?P<matrix>gate_up_proj|down_proj)(?P<suffix>(?:\.weight)?)$")
+__all__ = ["Checkpoint", "ExpertWeights", "recorded_input_name"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+
+FP8_SCALES_SUFFIX = "_scale_inv"
+"""The scales of an fp8 matrix have its name and this."""
 
 _FOREIGN = {
     ".bin": "PyTorch .bin files are not read; convert to safetensors",
@@ -63,34 +55,6 @@ class ExpertWeights:
     sources: tuple[str, str, str]
 
 
-@dataclass
-class _SeparateLayer:
-    """A layer with three tensors an expert."""
-
-    stem: str  # "model.layers.1.mlp.experts."
-    matrices: tuple[str, str, str]  # gate, up, down
-    experts: set[int] = field(default_factory=set)
-
-    def tensor(self, expert: int, matrix: str) -> str:
-        return f"{self.stem}{expert}.{matrix}.weight"
-
-
-@dataclass
-class _FusedLayer:
-    """A layer with all experts in two tensors: gate over up, and down."""
-
-    stem: str
-    suffix: str  # ".weight" or ""
-
-    @property
-    def gate_up(self) -> str:
-        return f"{self.stem}gate_up_proj{self.suffix}"
-
-    @property
-    def down(self) -> str:
-        return f"{self.stem}down_proj{self.suffix}"
-
-
 class Checkpoint:
     """The MoE layers of a checkpoint.
 
@@ -117,7 +81,7 @@ class Checkpoint:
         if self.path.is_dir():
             self._listing, self._file_of = self._list_folder()
             self._config_source = self.path / "config.json"
-            config = _read_json(self._config_source) if self._config_source.exists() else {}
+            config = read_json(self._config_source) if self._config_source.exists() else {}
         elif self.path.is_file():
             self._refuse_other_kinds()
             self._listing, self._file_of = self._list_file(self.path)
@@ -127,7 +91,7 @@ class Checkpoint:
         self.model_type = str(config.get("model_type", "unknown"))
         text_config = config.get("text_config")
         self._config = {**config, **text_config} if isinstance(text_config, dict) else config
-        self._layers = self._find_layers()
+        self._layers = model_layers(self._file_of, self._listing)
 
     @property
     def activation(self) -> str:
@@ -148,15 +112,7 @@ class Checkpoint:
             The layer has none, some are missing, or the configuration tells another number.
         """
         found = self._layer(layer)
-        if isinstance(found, _FusedLayer):
-            count = self._fused_shapes(found)[0]
-        else:
-            count = max(found.experts) + 1
-            missing = sorted(set(range(count)) - found.experts)
-            if missing:
-                raise CheckpointError(
-                    f"{self._listing}: layer {layer} has experts up to {count - 1} but not {number_ranges(missing)}"
-                )
+        count = self.fused_shapes(found)[0] if isinstance(found, FusedLayer) else found.count(layer, self._listing)
         expected = self._config_size("num_experts", "n_routed_experts", "num_local_experts")
         if expected is not None and expected != count:
             raise CheckpointError(
@@ -178,19 +134,114 @@ class Checkpoint:
             There is no such expert, or one of its tensors is missing, of a wrong shape or of an unknown type.
         """
         found = self._layer(layer)
-        if isinstance(found, _FusedLayer):
+        if isinstance(found, FusedLayer):
             return self._fused_expert(found, layer, expert)
         if expert not in found.experts:
             raise CheckpointError(
                 f"{self._listing}: layer {layer} has experts {number_ranges(sorted(found.experts))}, got {expert}"
             )
         gate, up, down = (self._matrix(found.tensor(expert, matrix)) for matrix in found.matrices)
-        inner = self._config_size("moe_intermediate_size", "intermediate_size") or gate.shape[0]
-        hidden = self._config_size("hidden_size") or gate.shape[-1]
+        inner, hidden = (said or got for said, got in zip(self.expert_shape(), gate.shape, strict=True))
         shapes = ((gate, (inner, hidden)), (up, (inner, hidden)), (down, (hidden, inner)))
         for matrix, (weights, shape) in zip(found.matrices, shapes, strict=True):
             self._check_shape(found.tensor(expert, matrix), weights.shape, shape)
         return ExpertWeights(gate, up, down, tuple(self._source(found.tensor(expert, m)) for m in found.matrices))
+
+    def expert_shape(self) -> tuple[int | None, int | None]:
+        """Rows and columns of an expert's gate as the configuration says them, None where it does not."""
+        inner = self._config_size("moe_intermediate_size", "intermediate_size")
+        return inner, self._config_size("hidden_size")
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._file_of)
+
+    def file(self, name: str) -> TensorFile:
+        """The file that holds a tensor. CheckpointError where it is missing."""
+        return self._holder(name)
+
+    def files(self) -> list[TensorFile]:
+        """All files that hold tensors. CheckpointError where one is missing."""
+        return [self._holder(name) for name in dict(zip(self._file_of.values(), self._file_of, strict=True)).values()]
+
+    def config_text(self) -> bytes | None:
+        """The configuration as it stands, the text of a config.json; None without one."""
+        if self.path.is_file() and "config" in self._file(self.path).metadata:
+            return self._file(self.path).metadata["config"].encode()
+        folder = self.path if self.path.is_dir() else self.path.parent
+        return (folder / "config.json").read_bytes() if (folder / "config.json").exists() else None
+
+    def rows(self, name: str, first: int, last: int) -> np.ndarray:
+        """The rows first ... last - 1 of a matrix as exact float32, read and not mapped; fp8 through its block scales.
+
+        Raises
+        ------
+        CheckpointError
+            The matrix is missing or of an unknown type, or its block scales are missing or of a wrong shape.
+        """
+        file = self._holder(name)
+        rows = file.read(name, first, last, file.shape(name)[1])
+        if self._float_type(name) == "F8_E4M3":
+            return _scaled(rows, *self._fp8_scales(name), first)
+        return rows.astype(np.float32)
+
+    def router(self, layer: int) -> dict:
+        """What a layer's router is, as `Router` takes it: weight float32 [E, D], top_k, kind, ...
+
+        Raises
+        ------
+        CheckpointError
+            The router's weight is missing or of a wrong shape, or the configuration does not say how many experts a row
+            has.
+        """
+        names = [f"{self._block(layer)}{name}.weight" for name in ("gate", "router")]
+        weight, bias = self._first_of(names), self._float32_or_none(f"{self._block(layer)}gate.e_score_correction_bias")
+        if weight is None:
+            raise CheckpointError(f"{self._listing}: layer {layer} has no router: {' or '.join(names)} is missing")
+        hidden = self.expert(layer, 0).gate.shape[1]
+        self._check_shape(names[0], weight.shape, (self.expert_count(layer), hidden))
+        top_k = self._config_size("num_experts_per_tok", "moe_top_k")
+        if top_k is None:
+            raise CheckpointError(f"{self._config_source}: num_experts_per_tok is needed to route, and missing")
+        kind = str(self._config.get("scoring_func") or ("softmax" if bias is None else "sigmoid"))
+        renormalise = bool(self._config.get("norm_topk_prob", self.model_type == "mixtral"))
+        groups = self._config_size("n_group") or 0
+        if groups < 2 or self._config.get("topk_method") == "greedy":
+            groups = 0
+        scale = float(self._config.get("routed_scaling_factor") or 1.0)
+        return {
+            "weight": weight,
+            "top_k": top_k,
+            "kind": kind,
+            "renormalise": renormalise,
+            "groups": groups,
+            "top_groups": (self._config_size("topk_group") or 1) if groups else 0,
+            "bias": bias,
+            # models with softmax scale weights that they do not renormalise, and no others
+            "scale": 1.0 if kind == "softmax" and renormalise else scale,
+        }
+
+    def shared_expert(self, layer: int) -> tuple[ExpertWeights, np.ndarray | None] | None:
+        """The expert that every row of a layer passes, and the vector float32 [D] whose product with a row, through a
+        sigmoid, is its factor (None: 1). None where the layer has no such expert."""
+        for stem in (f"{self._block(layer)}shared_experts.", f"{self._block(layer)}shared_expert."):
+            names = [f"{stem}{matrix}.weight" for matrix in ("gate_proj", "up_proj", "down_proj")]
+            if names[0] in self._file_of:
+                gate, up, down = (self._matrix(name) for name in names)
+                factor = self._float32_or_none(f"{self._block(layer)}shared_expert_gate.weight")
+                weights = ExpertWeights(gate, up, down, tuple(self._source(name) for name in names))
+                return weights, None if factor is None else factor.reshape(-1)
+        return None
+
+    def _block(self, layer: int) -> str:
+        """What the names of everything in a layer's MoE block begin with."""
+        return self._layer(layer).stem.removesuffix("experts.")
+
+    def _first_of(self, names: list[str]) -> np.ndarray | None:
+        return next((self._float32(name) for name in names if name in self._file_of), None)
+
+    def _float32_or_none(self, name: str) -> np.ndarray | None:
+        return self._first_of([name])
 
     def recorded_input(self, layer: int) -> np.ndarray | None:
         """Recorded inputs of the layer's MoE block, float32 [tokens, D]; None where the checkpoint carries none."""
@@ -218,7 +269,7 @@ class Checkpoint:
                 foreign = next((file for file in sorted(self.path.iterdir()) if file.suffix in _FOREIGN), None)
                 raise CheckpointError(f"{text}, but {foreign.name}: {_FOREIGN[foreign.suffix]}" if foreign else text)
             return self._list_file(single)
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise CheckpointError(f"{index}: expected an object weight_map, got {type(weight_map).__name__}")
         file_of = {}
@@ -236,9 +287,9 @@ class Checkpoint:
         metadata = self._file(self.path).metadata
         if "config" in metadata:
             self._config_source = f"metadata of {self.path}"
-            return _parse_json(metadata["config"], self._config_source)
+            return parse_json(metadata["config"], self._config_source)
         self._config_source = self.path.parent / "config.json"
-        return _read_json(self._config_source) if self._config_source.exists() else {}
+        return read_json(self._config_source) if self._config_source.exists() else {}
 
     def _file(self, path: Path) -> TensorFile:
         if path not in self._files:
@@ -261,51 +312,11 @@ class Checkpoint:
 
     def _config_size(self, *keys: str) -> int | None:
         """The first of the entries that the configuration has, a positive number."""
-        for key in keys:
-            value = self._config.get(key)
-            if value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise CheckpointError(f"{self._config_source}: {key}: expected a positive integer, got {value!r}")
-            return value
-        return None
+        return positive_integer(self._config, self._config_source, *keys)
 
     # Layers
 
-    def _find_layers(self) -> dict[int, _SeparateLayer | _FusedLayer]:
-        # Speculative heads repeat the naming under a prefix of their own ("mtp.layers.0..."), so the model proper is
-        # the prefix with the most MoE layers.
-        by_prefix: dict[str, dict[int, _SeparateLayer | _FusedLayer]] = {}
-        for name in self._file_of:
-            if match := _SEPARATE.match(name):
-                mixtral = match["matrix"].startswith("w")
-                matrices = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-                fresh = _SeparateLayer(name[: match.start("expert")], matrices)
-            elif match := _FUSED.match(name):
-                fresh = _FusedLayer(name[: match.start("matrix")], match["suffix"])
-            else:
-                continue
-            layer = by_prefix.setdefault(match["prefix"], {}).setdefault(int(match["layer"]), fresh)
-            if type(layer) is not type(fresh) or layer.stem != fresh.stem:
-                raise CheckpointError(f"{self._listing}: layer {match['layer']} mixes two namings of experts: {name}")
-            if isinstance(layer, _SeparateLayer):
-                layer.experts.add(int(match["expert"]))
-        if not by_prefix:
-            raise CheckpointError(self._no_experts(self._file_of))
-        sizes = sorted(by_prefix, key=lambda prefix: len(by_prefix[prefix]), reverse=True)
-        if len(sizes) > 1 and len(by_prefix[sizes[0]]) == len(by_prefix[sizes[1]]):
-            raise CheckpointError(
-                f"{self._listing}: the prefixes {sizes[0]!r} and {sizes[1]!r} have "
-                f"{len(by_prefix[sizes[0]])} MoE layers each; which is the model is not clear"
-            )
-        return by_prefix[sizes[0]]
-
-    def _no_experts(self, names: Iterable[str]) -> str:
-        text = f"{self._listing}: no routed experts in a known naming (such as layers.0.mlp.experts.0.gate_proj.weight)"
-        similar = next((name for name in names if ".experts." in name), None)
-        return f"{text}; the closest is {similar}" if similar else text
-
-    def _layer(self, layer: int) -> _SeparateLayer | _FusedLayer:
+    def _layer(self, layer: int) -> SeparateLayer | FusedLayer:
         if layer not in self._layers:
             raise CheckpointError(
                 f"{self._listing}: layers with routed experts are {number_ranges(self.moe_layers())}, got layer {layer}"
@@ -323,16 +334,21 @@ class Checkpoint:
 
     def _float32(self, name: str) -> np.ndarray:
         """A tensor as exact float32, fp8 through its block scales."""
+        fp8 = self._float_type(name) == "F8_E4M3"
+        values = self._holder(name).view(name)
+        return _scaled(values, *self._fp8_scales(name)) if fp8 else values.astype(np.float32)
+
+    def _float_type(self, name: str) -> str:
+        """The type of a tensor that can be made float32."""
         file = self._holder(name)
         kind = file.dtype(name)
-        if kind == "F8_E4M3":
-            return self._float32_of_fp8(name, file.view(name))
-        if kind not in ("F32", "BF16", "F16"):
+        if kind not in ("F32", "BF16", "F16", "F8_E4M3"):
             raise CheckpointError(f"{name} in {file.path}: expected type F32, BF16, F16 or F8_E4M3, got {kind}")
-        return file.view(name).astype(np.float32)
+        return kind
 
-    def _float32_of_fp8(self, name: str, codes: np.ndarray) -> np.ndarray:
-        scale_name = f"{name}_scale_inv"
+    def _fp8_scales(self, name: str) -> tuple[np.ndarray, tuple[int, int]]:
+        """The block scales of an fp8 matrix in float32, and the rows and columns of a block."""
+        scale_name = name + FP8_SCALES_SUFFIX
         if scale_name not in self._file_of:
             raise CheckpointError(f"{self._listing}: {name} is F8_E4M3, but its block scales {scale_name} are missing")
         scale_file = self._holder(scale_name)
@@ -341,15 +357,12 @@ class Checkpoint:
                 f"{scale_name} in {scale_file.path}: expected type F32, BF16 or F8_E8M0, "
                 f"got {scale_file.dtype(scale_name)}"
             )
-        block = self._fp8_block()
-        if codes.ndim != 2:
-            raise CheckpointError(f"{name}: expected a matrix beside block scales, got shape {list(codes.shape)}")
-        expected = tuple(-(-size // step) for size, step in zip(codes.shape, block, strict=True))
+        block, shape = self._fp8_block(), self._holder(name).shape(name)
+        if len(shape) != 2:
+            raise CheckpointError(f"{name}: expected a matrix beside block scales, got shape {list(shape)}")
+        expected = tuple(-(-size // step) for size, step in zip(shape, block, strict=True))
         self._check_shape(scale_name, scale_file.shape(scale_name), expected)
-        scales = scale_file.view(scale_name).astype(np.float32)
-        for axis, step in enumerate(block):
-            scales = np.repeat(scales, min(step, codes.shape[axis]), axis=axis)
-        return codes.astype(np.float32) * scales[: codes.shape[0], : codes.shape[1]]
+        return scale_file.view(scale_name).astype(np.float32), block
 
     def _fp8_block(self) -> tuple[int, int]:
         quantization = self._config.get("quantization_config")
@@ -377,7 +390,7 @@ class Checkpoint:
 
     # All experts in one tensor
 
-    def _fused_shapes(self, layer: _FusedLayer) -> tuple[int, int, int, bool]:
+    def fused_shapes(self, layer: FusedLayer) -> tuple[int, int, int, bool]:
         """Number of experts, inner and hidden size, and whether the matrices are transposed.
 
         As written, gate_up is [E, 2 I, D] and down [E, D, I]; transposed, [E, D, 2 I] and [E, I, D]. No shapes fit
@@ -404,8 +417,8 @@ class Checkpoint:
             f"moe_intermediate_size {wanted_inner} (I) as {self._config_source} has them"
         )
 
-    def _fused_expert(self, layer: _FusedLayer, number: int, expert: int) -> ExpertWeights:
-        count, inner, _, transposed = self._fused_shapes(layer)
+    def _fused_expert(self, layer: FusedLayer, number: int, expert: int) -> ExpertWeights:
+        count, inner, _, transposed = self.fused_shapes(layer)
         if not 0 <= expert < count:
             raise CheckpointError(f"{self._listing}: layer {number} has experts 0 to {count - 1}, got {expert}")
         gate_up, down = self._slice(layer.gate_up, expert), self._slice(layer.down, expert)
@@ -422,29 +435,7 @@ class Checkpoint:
         return file.view(name)[expert].astype(np.float32)
 
 
-def _parse_json(text: str | bytes, source: str | Path) -> dict:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{source}: not readable as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{source}: expected a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        return _parse_json(path.read_bytes(), path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-
-
-def number_ranges(numbers: list[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``"0-2, 5"``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+def _scaled(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int], first: int = 0) -> np.ndarray:
+    """Rows of an fp8 matrix, from row `first` on, times the scales of their blocks."""
+    of_row = scales[(first + np.arange(len(codes))) // min(block[0], first + len(codes))]
+    return codes.astype(np.float32) * np.repeat(of_row, min(block[1], codes.shape[1]), axis=1)[:, : codes.shape[1]]

@@ -99,7 +99,7 @@ def _common_device(resident: Sequence[Device], device) -> Device:
 
 
 def _best(matrices: Sequence[Weights]) -> tuple[Device | None, str | None]:
-    backend, reason = _default_backend(environ.get("COLI_CUDA_LIB"))
+    backend, reason = default_backend(environ.get("COLI_CUDA_LIB"))
     if backend is None:
         return None, reason
     reasons = [backend.why_no_device(), *map(backend.why_not, _features(matrices))]
@@ -119,7 +119,7 @@ def _features(matrices: Sequence[Matrix]) -> list[str]:
 
 
 @functools.lru_cache(maxsize=8)
-def _default_backend(library: str | None) -> tuple[Backend | None, str | None]:
+def default_backend(library: str | None) -> tuple[Backend | None, str | None]:
     """open_backend(), tried once for each value of COLI_CUDA_LIB."""
     try:
         return open_backend(), None

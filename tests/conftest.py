@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +15,8 @@ import numpy as np
 import pytest
 
 import pycoli
-from pycoli import backend, cpu, placement
+from pycoli import backend as backend_module
+from pycoli import cpu, placement
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,13 +58,13 @@ def simt_lib(build_dir: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def sanitized_build():
-    """A function (sanitizers, comma-separated) -> build folder with the GPU backend compiled for the CPU with them, and
-    the C host t_host_simt."""
+    """A function (sanitizers, comma-separated) -> build folder with the GPU backend compiled for the CPU with them, the
+    C host t_host_simt, and t_moe_threads_sanitized, which has the core in it."""
 
     def build(sanitizers: str) -> Path:
         options = [f"-Dsimt_sanitize={sanitizers}", "-Dbuildtype=debugoptimized"]
         folder = ROOT / "build" / f"tests-{sanitizers.replace(',', '-')}"
-        return _compile(folder, *options, targets=("coli_cuda_simt", "t_host_simt"))
+        return _compile(folder, *options, targets=("coli_cuda_simt", "t_host_simt", "t_moe_threads_sanitized"))
 
     return build
 
@@ -74,11 +77,69 @@ def built_without_cuda(monkeypatch):
         raise pycoli.BackendError("no usable GPU library: libcoli_cuda.so: no such file")
 
     monkeypatch.delenv("COLI_CUDA_LIB", raising=False)
-    monkeypatch.setattr(backend, "_packaged_path", lambda: None)
-    monkeypatch.setattr(backend, "Backend", search)
-    placement._default_backend.cache_clear()
+    monkeypatch.setattr(backend_module, "_packaged_path", lambda: None)
+    monkeypatch.setattr(backend_module, "Backend", search)
+    placement.default_backend.cache_clear()
     yield
-    placement._default_backend.cache_clear()
+    placement.default_backend.cache_clear()
+
+
+def libraries():
+    """The simulated GPU library, and the installed one on a machine where it finds a GPU."""
+    yield "simulated"
+    try:
+        if pycoli.open_backend().devices():
+            yield pytest.param("installed", marks=pytest.mark.gpu)
+    except pycoli.BackendError:
+        pass
+
+
+LIBRARIES = list(libraries())
+
+
+def opened_backend(request, monkeypatch):
+    """The GPU library of a fixture's parameter; afterwards nothing may be left on its devices."""
+    if request.param == "simulated":
+        monkeypatch.setenv("COLI_CUDA_LIB", str(request.getfixturevalue("simt_lib")))
+    backend = pycoli.open_backend()
+    yield backend
+    gc.collect()
+    left = {name: pycoli.Device(name).stats() for name in backend.devices()}
+    backend.shutdown()
+    assert set(left.values()) == {(0, 0)}, left
+
+
+@pytest.fixture(params=LIBRARIES)
+def backend(request, monkeypatch):
+    yield from opened_backend(request, monkeypatch)
+
+
+@pytest.fixture(params=["cpu", *LIBRARIES])
+def device(request, monkeypatch):
+    """The name of a device to compute on."""
+    if request.param == "cpu":
+        yield "cpu"
+    else:
+        for _ in opened_backend(request, monkeypatch):
+            yield "cuda:0"
+
+
+@pytest.fixture
+def another_backend(simt_lib, tmp_path):
+    """The simulated GPU library once more, from another file."""
+    backend = pycoli.open_backend(shutil.copy(simt_lib, tmp_path / "another.so"))
+    yield backend
+    backend.shutdown()
+
+
+@pytest.fixture
+def old_backend(build_dir, monkeypatch):
+    """A GPU library from before the E8 entry points."""
+    path = build_dir / "tests" / "stubs" / "stub_old.so"
+    monkeypatch.setenv("COLI_CUDA_LIB", str(path))
+    backend = pycoli.open_backend()
+    yield backend
+    backend.shutdown()
 
 
 @pytest.fixture(scope="session")

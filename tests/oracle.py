@@ -509,3 +509,24 @@ def relative_rms(actual, expected):
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     error, size = ((actual - expected) ** 2).mean(), (expected**2).mean()
     return np.sqrt(error / size) if size else 0.0 if error == 0 else np.inf
+
+
+# ---- Routing ----
+
+
+def route(logits, kind, top_k, renormalise=False, groups=0, top_groups=0, bias=None, scale=1.0):
+    """Experts of one row, best first, and their weights: the definition, word for word."""
+    logits = np.asarray(logits, np.float64)
+    exponentials = np.exp(logits - logits.max())
+    scores = exponentials / exponentials.sum() if kind == "softmax" else 1 / (1 + np.exp(-logits))
+    choice = scores if bias is None else scores + np.asarray(bias, np.float64)
+    allowed = range(len(logits))
+    if groups:
+        size = len(logits) // groups
+        best = 1 if kind == "softmax" else 2
+        values = [sorted(choice[g * size : (g + 1) * size], reverse=True)[:best] for g in range(groups)]
+        kept = sorted(range(groups), key=lambda g: (-sum(values[g]), g))[:top_groups]
+        allowed = [e for e in allowed if e // size in kept]
+    ids = sorted(allowed, key=lambda e: (-choice[e], e))[:top_k]
+    weights = scores[ids] * scale / (scores[ids].sum() if renormalise else 1)
+    return ids, weights

@@ -14,6 +14,7 @@ from libraries import installed_gpu_library
 ROOT = Path(__file__).resolve().parents[1]
 HEADERS = ROOT / "libcoli" / "include" / "coli"
 LISTS = ROOT / "tests" / "abi"
+CORE_HEADERS = [HEADERS / "coli.h", HEADERS / "coli_moe.h"]
 
 
 def check_abi(library: Path, name: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -35,7 +36,7 @@ def version(name: str) -> str:
 
 
 def test_libcoli(build_dir):
-    result = check_abi(build_dir / "libcoli/core/libcoli.so", "libcoli", "--headers", HEADERS / "coli.h")
+    result = check_abi(build_dir / "libcoli/core/libcoli.so", "libcoli", "--headers", *CORE_HEADERS)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -79,12 +80,12 @@ def test_differences_are_found(build_dir, tmp_path):
     listed = names(LISTS / "libcoli.sym")
     (tmp_path / "changed.sym").write_text("\n".join([*listed[1:], "coli_new"]))
     command = [sys.executable, ROOT / "tools/check_abi.py", library, tmp_path / "changed.sym"]
-    result = subprocess.run([*command, "--headers", HEADERS / "coli.h"], capture_output=True, text=True)
+    result = subprocess.run([*command, "--headers", *CORE_HEADERS], capture_output=True, text=True)
     assert result.returncode == 1
     assert f"exports {listed[0]}, which changed.sym does not list" in result.stdout
     assert "does not export coli_new, which changed.sym lists" in result.stdout
-    assert f"coli.h declares {listed[0]}, which changed.sym does not list" in result.stdout
-    assert "changed.sym lists coli_new, which coli.h does not declare" in result.stdout
+    assert f"coli.h, coli_moe.h declares {listed[0]}, which changed.sym does not list" in result.stdout
+    assert "changed.sym lists coli_new, which coli.h, coli_moe.h does not declare" in result.stdout
     assert len(result.stdout.splitlines()) == 4
 
     result = check_abi(build_dir / "tests/stubs/stub_empty.so", "libcoli")

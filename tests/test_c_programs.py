@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from libraries import installed_gpu_library
+from sanitizers import without_address_randomisation
 
 C_TESTS = Path(__file__).parent / "c"
 HEADERS = Path(__file__).parents[1] / "libcoli" / "include" / "coli"
 SKIPPED = 77
 
 
-def run(program: Path, *arguments: Path) -> None:
+def run(program: Path, *arguments: Path, prefix: Sequence[str] = ()) -> None:
     """Run a test program; fail with what it printed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COLI_")}
-    result = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=300, env=environment)
+    command = [*prefix, program, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     if result.returncode == SKIPPED:
         pytest.skip(result.stderr.strip())
     assert result.returncode == 0, f"{program.name} ended with {result.returncode}\n{result.stdout}{result.stderr}"
@@ -34,6 +37,19 @@ def test_loader_on_libraries_as_they_are_found(build_dir):
 
 def test_placed_matrices(build_dir, simt_lib):
     run(build_dir / "tests/c/t_placed", simt_lib)
+
+
+@pytest.mark.parametrize("name", ["t_host_loop", "t_moe_threads"])
+def test_moe_layers(build_dir, simt_lib, name):
+    run(build_dir / "tests/c" / name, simt_lib)
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_moe_layers_sanitized(sanitized_build, sanitizer):
+    """Layers and library, both under the sanitizer: races; leaks, and accesses out of bounds."""
+    build = sanitized_build(sanitizer)
+    prefix = without_address_randomisation() if sanitizer == "thread" else []
+    run(build / "tests/c/t_moe_threads_sanitized", build / "tests/simt/libcoli_cuda_simt.so", prefix=prefix)
 
 
 @pytest.mark.parametrize("name", ["t_symbols", "t_host", "t_not_provided"])
@@ -66,5 +82,6 @@ def test_linked_host_on_gpu(tmp_path, name):
 
 
 @pytest.mark.gpu
-def test_placed_matrices_on_gpu(build_dir):
-    run(build_dir / "tests/c/t_placed", installed_gpu_library())
+@pytest.mark.parametrize("name", ["t_placed", "t_host_loop", "t_moe_threads"])
+def test_loaded_library_on_gpu(build_dir, name):
+    run(build_dir / f"tests/c/{name}", installed_gpu_library())

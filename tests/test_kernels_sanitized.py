@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sanitizers import without_address_randomisation
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -44,17 +45,6 @@ def runtime(name):
 
 
 @functools.cache
-def without_address_randomisation():
-    """The command prefix that ThreadSanitizer's memory map needs; skips where the system forbids it."""
-    prefix = ["setarch", "-R"]
-    if shutil.which(prefix[0]) is None:
-        pytest.skip("no setarch, which ThreadSanitizer needs to run without address randomisation")
-    probe = subprocess.run([*prefix, "true"], capture_output=True, text=True)
-    if probe.returncode:
-        pytest.skip(f"`setarch -R true` is refused here: {probe.stderr.strip()}")
-    return prefix
-
-
 def run_workload(library, *parts, preload, prefix=(), **environment):
     """Runs tests/gpu/workload.py on a library under sanitizers."""
     environment = {**os.environ, **environment, "LD_PRELOAD": " ".join(runtime(name) for name in preload)}

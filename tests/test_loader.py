@@ -344,7 +344,7 @@ def test_pycoli_gets_the_reason_once(linux, tmp_path, monkeypatch, kind):
 
     # Where nobody opens it by hand, it is the reason for the CPU, and the CPU computes.
     monkeypatch.setenv("COLI_CUDA_LIB", str(target))
-    placement._default_backend.cache_clear()
+    placement.default_backend.cache_clear()
     w, x = np.eye(4, 64, dtype=np.float32), np.arange(64, dtype=np.float32)
     weights = pycoli.encode(w, "f32")
     for _ in range(2):
@@ -355,7 +355,7 @@ def test_pycoli_gets_the_reason_once(linux, tmp_path, monkeypatch, kind):
     with pytest.raises(pycoli.DeviceError) as asked:
         pycoli.matmul(x, weights, "cuda:0")
     assert str(asked.value).count(reason) == 1
-    placement._default_backend.cache_clear()
+    placement.default_backend.cache_clear()
 
 
 def other_user() -> int | None:

@@ -13,7 +13,8 @@ from pycoli import _lib
 
 ROOT = Path(__file__).parent.parent
 HEADERS = [
-    ROOT / "libcoli/include/coli" / name for name in ("coli_version.h", "coli_common.h", "coli.h", "coli_cuda.h")
+    ROOT / "libcoli/include/coli" / name
+    for name in ("coli_version.h", "coli_common.h", "coli.h", "coli_cuda.h", "coli_moe.h")
 ]
 
 
@@ -42,13 +43,13 @@ def test_constants_and_structs_are_those_of_the_compiler(tmp_path):
     bound = {name: getattr(_lib.lib, name) for name in re.findall(r"^\s+(COLI_\w+) = \d+", text, re.MULTILINE)}
     bound |= {name: getattr(_lib.lib, name) for name in re.findall(r"^#define (COLI_\w+) \d+\b", text, re.MULTILINE)}
     assert {"COLI_E8", "COLI_CUDA_MAX_EXPERTS", "COLI_E_ABI", "COLI_UNROTATED"} <= set(bound)
-    for struct in ("coli_matrix", "coli_format_info"):
+    for struct in ("coli_matrix", "coli_format_info", "coli_router", "coli_moe_stats", "coli_rows"):
         bound[f"sizeof({struct})"] = _lib.ffi.sizeof(struct)
         for field, _ in _lib.ffi.typeof(struct).fields:
             bound[f"offsetof({struct},{field})"] = _lib.ffi.offsetof(struct, field)
 
     prints = "".join(f'printf("%d\\n", (int){expression});' for expression in bound)
-    includes = "".join(f"#include <{name}>\n" for name in ("stdio.h", "stddef.h", "coli/coli_cuda.h", "coli/coli.h"))
+    includes = "".join(f"#include <{name}>\n" for name in ("stdio.h", "stddef.h", "coli/coli_moe.h"))
     (tmp_path / "facts.c").write_text(f"{includes}int main(void) {{ {prints} }}")
     command = ["cc", "-I", str(ROOT / "libcoli/include"), "facts.c", "-o", "facts"]
     subprocess.run(command, cwd=tmp_path, check=True)

@@ -2,8 +2,6 @@
 
 import gc
 import os
-import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -12,6 +10,7 @@ import threading
 import numpy as np
 import oracle
 import pytest
+from experts import expected_expert, expert_weights, gaussian, limit, refused
 
 import pycoli
 
@@ -19,95 +18,10 @@ FORMATS = [f.name for f in pycoli.formats()]
 ON_GPU = [f.name for f in pycoli.formats() if f.on_gpu]
 
 
-def gaussian(*shape, seed=0, scale=1.0):
-    return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(np.float32)
-
-
-def expert_weights(formats=("e8", "e8", "e8"), dim=128, hidden=64, seed=0, rotate=(True, True, True)):
-    shapes = [(hidden, dim), (hidden, dim), (dim, hidden)]
-    return [
-        pycoli.encode(gaussian(*shape, seed=10 * seed + i, scale=0.1), fmt, rotate=rotated)
-        for i, (shape, fmt, rotated) in enumerate(zip(shapes, formats, rotate, strict=True))
-    ]
-
-
-def expected_expert(x, gate, up, down):
-    gate, up, down = (m.decode().astype(np.float64) for m in (gate, up, down))
-    return (oracle.silu(x @ gate.T) * (x @ up.T)) @ down.T
-
-
-def limit(rows):
-    """The relative error that a product may have."""
-    return 3e-6 if rows <= 16 else 3e-4
-
-
-def refused(error, *parts):
-    """pytest.raises for an error whose text has these parts."""
-    return pytest.raises(error, match=".*".join(re.escape(str(part)) for part in parts))
-
-
 @pytest.fixture
 def no_gpu(monkeypatch, tmp_path):
     """No GPU library to be found."""
     monkeypatch.setenv("COLI_CUDA_LIB", str(tmp_path / "no_such_library.so"))
-
-
-def libraries():
-    """The simulated GPU library, and the installed one on a machine where it finds a GPU."""
-    yield "simulated"
-    try:
-        if pycoli.open_backend().devices():
-            yield pytest.param("installed", marks=pytest.mark.gpu)
-    except pycoli.BackendError:
-        pass
-
-
-LIBRARIES = list(libraries())
-
-
-def opened(request, monkeypatch):
-    """The GPU library of a fixture's parameter; afterwards nothing may be left on its devices."""
-    if request.param == "simulated":
-        monkeypatch.setenv("COLI_CUDA_LIB", str(request.getfixturevalue("simt_lib")))
-    backend = pycoli.open_backend()
-    yield backend
-    gc.collect()
-    left = {name: pycoli.Device(name).stats() for name in backend.devices()}
-    backend.shutdown()
-    assert set(left.values()) == {(0, 0)}, left
-
-
-@pytest.fixture(params=LIBRARIES)
-def backend(request, monkeypatch):
-    yield from opened(request, monkeypatch)
-
-
-@pytest.fixture(params=["cpu", *LIBRARIES])
-def device(request, monkeypatch):
-    """The name of a device to compute on."""
-    if request.param == "cpu":
-        yield "cpu"
-    else:
-        for _ in opened(request, monkeypatch):
-            yield "cuda:0"
-
-
-@pytest.fixture
-def another_backend(simt_lib, tmp_path):
-    """The simulated GPU library once more, from another file."""
-    backend = pycoli.open_backend(shutil.copy(simt_lib, tmp_path / "another.so"))
-    yield backend
-    backend.shutdown()
-
-
-@pytest.fixture
-def old_backend(build_dir, monkeypatch):
-    """A GPU library from before the E8 entry points."""
-    path = build_dir / "tests" / "stubs" / "stub_old.so"
-    monkeypatch.setenv("COLI_CUDA_LIB", str(path))
-    backend = pycoli.open_backend()
-    yield backend
-    backend.shutdown()
 
 
 class TestMatmul:

@@ -1,4 +1,4 @@
-"""The README's examples, compiled and run as they stand."""
+"""The examples of the README and of docs/moe.md, compiled and run as they stand."""
 
 import re
 import subprocess
@@ -9,19 +9,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-README = (ROOT / "README.md").read_text()
 
-
-def example(language: str) -> str:
-    blocks = re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 1, f"expected one {language} example in README.md, found {len(blocks)}"
+def example(language: str, page: str = "README.md") -> str:
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 1, f"expected one {language} example in {page}, found {len(blocks)}"
     return blocks[0]
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/moe.md"])
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "simulated-gpu"])
-def test_python_example(on_gpu, simt_lib, monkeypatch):
+def test_python_example(on_gpu, page, simt_lib, monkeypatch):
     monkeypatch.setenv("COLI_CUDA_LIB", str(simt_lib) if on_gpu else "/nowhere/libcoli_cuda.so")
-    run = subprocess.run([sys.executable, "-c", example("python")], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", example("python", page)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert ("cuda:0" if on_gpu else "cpu") in run.stdout
 

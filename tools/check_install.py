@@ -46,7 +46,7 @@ def run_host(name: str, source: str, prefix: Path) -> None:
 def main() -> None:
     prefix = Path(sys.argv[1]).resolve()
     headers = {path.name for path in (prefix / "include" / "coli").iterdir()}
-    expected = {"coli.h", "coli_common.h", "coli_cuda.h", "coli_version.h"}
+    expected = {"coli.h", "coli_common.h", "coli_cuda.h", "coli_moe.h", "coli_version.h"}
     if headers != expected:
         raise SystemExit(f"installed headers {sorted(headers)}, expected {sorted(expected)}")
     run_host("coli", CORE_HOST, prefix)

@@ -1,4 +1,4 @@
-/* backend.h - a loaded GPU library, as backend.c opens it and placed.c calls it. */
+/* backend.h - a loaded GPU library, as backend.c opens it, and placed.c and the MoE layer call it. */
 #ifndef COLI_CORE_BACKEND_H
 #define COLI_CORE_BACKEND_H
 
@@ -18,10 +18,18 @@
     X(fp8_set_lut)                                                                                                         \
     X(tensor_upload)                                                                                                       \
     X(tensor_upload_g)                                                                                                     \
+    X(mem_info)                                                                                                            \
+    X(alloc_footprint)                                                                                                     \
+    X(tensor_update)                                                                                                       \
     X(tensor_free)                                                                                                         \
+    X(tensor_vram)                                                                                                         \
     X(tensor_set_rotated)                                                                                                  \
     X(matmul)                                                                                                              \
     X(expert_mlp)                                                                                                          \
+    X(expert_group)                                                                                                        \
+    X(expert_group_issue)                                                                                                  \
+    X(expert_group_issue_sum)                                                                                              \
+    X(expert_group_take)                                                                                                   \
     X(last_error)                                                                                                          \
     X(last_status)
 

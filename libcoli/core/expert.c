@@ -3,17 +3,22 @@
 #include <stdint.h>
 #include <stdlib.h>
 
+#include "expert.h"
 #include "matrix.h"
 #include "parallel.h"
 #include "status.h"
 
-static coli_status check_named(const char *name, const coli_matrix *matrix) {
-    coli_status status = coli_matrix_check(matrix);
+static coli_status check_named(const char *name, const coli_matrix *matrix, coli_status (*check)(const coli_matrix *)) {
+    coli_status status = check(matrix);
     RETURN_ERROR_IF(status != COLI_OK, status, "%s: %s", name, coli_last_error());
     return COLI_OK;
 }
 
-static coli_status check_shapes(const coli_matrix *gate, const coli_matrix *up, const coli_matrix *down) {
+coli_status coli_expert_check(const coli_matrix *gate, const coli_matrix *up, const coli_matrix *down,
+                              coli_status (*check)(const coli_matrix *)) {
+    FORWARD_ERROR(check_named("gate", gate, check));
+    FORWARD_ERROR(check_named("up", up, check));
+    FORWARD_ERROR(check_named("down", down, check));
     RETURN_ERROR_IF(up->rows != gate->rows || up->columns != gate->columns, COLI_E_SHAPE,
                     "up must have the shape of gate, [%d, %d], got [%d, %d]", gate->rows, gate->columns, up->rows,
                     up->columns);
@@ -34,19 +39,8 @@ static void silu_multiply(float *gate, const float *up, size_t S, int H) {
     }
 }
 
-static int rotates_hidden(const coli_matrix *down) {
-    return down->format == COLI_E8 && !(down->flags & COLI_UNROTATED);
-}
-
-coli_status coli_expert_mlp(const coli_matrix *gate, const coli_matrix *up, const coli_matrix *down, const float *x,
-                            size_t S, float *y) {
-    FORWARD_ERROR(check_named("gate", gate));
-    FORWARD_ERROR(check_named("up", up));
-    FORWARD_ERROR(check_named("down", down));
-    FORWARD_ERROR(check_shapes(gate, up, down));
-    if (S == 0) return COLI_OK;
-    RETURN_ERROR_IF(!x || !y, COLI_E_ARGUMENT, "%s, [%zu, %d], is NULL", x ? "y" : "x", S, gate->columns);
-    FORWARD_ERROR(coli_check_rows("x", S, gate->columns));
+coli_status coli_expert_compute(const coli_matrix *gate, const coli_matrix *up, const coli_matrix *down,
+                                const float *x_gate, const float *x_up, size_t S, float *y) {
     int H = gate->rows, D = gate->columns, widest = H > D ? H : D;
     int threads = coli_team((size_t)widest, (size_t)widest * (1 + S)); /* the most that any of the products uses */
     size_t hidden_bytes = (size_t)H * sizeof(float), scratch_bytes = (size_t)threads * (size_t)widest * sizeof(float);
@@ -54,11 +48,20 @@ coli_status coli_expert_mlp(const coli_matrix *gate, const coli_matrix *up, cons
     RETURN_ERROR_IF(!scratch, COLI_E_MEMORY, "no memory for 2 x %zu hidden rows of %zu bytes and %zu bytes of scratch", S,
                     hidden_bytes, scratch_bytes);
     float *hidden = scratch + (size_t)threads * (size_t)widest, *up_rows = hidden + S * (size_t)H;
-    coli_matmul_in(scratch, threads, gate, x, S, hidden);
-    coli_matmul_in(scratch, threads, up, x, S, up_rows);
+    coli_matmul_in(scratch, threads, gate, x_gate, S, hidden);
+    coli_matmul_in(scratch, threads, up, x_up, S, up_rows);
     silu_multiply(hidden, up_rows, S, H);
-    coli_status status = rotates_hidden(down) ? coli_rotate_rows(hidden, hidden, S, H) : COLI_OK;
+    coli_status status = coli_matrix_rotated(down) ? coli_rotate_rows(hidden, hidden, S, H) : COLI_OK;
     if (status == COLI_OK) coli_matmul_in(scratch, threads, down, hidden, S, y);
     free(scratch);
     return status;
+}
+
+coli_status coli_expert_mlp(const coli_matrix *gate, const coli_matrix *up, const coli_matrix *down, const float *x,
+                            size_t S, float *y) {
+    FORWARD_ERROR(coli_expert_check(gate, up, down, coli_matrix_check));
+    if (S == 0) return COLI_OK;
+    RETURN_ERROR_IF(!x || !y, COLI_E_ARGUMENT, "%s, [%zu, %d], is NULL", x ? "y" : "x", S, gate->columns);
+    FORWARD_ERROR(coli_check_rows("x", S, gate->columns));
+    return coli_expert_compute(gate, up, down, x, x, S, y);
 }

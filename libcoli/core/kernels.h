@@ -1,8 +1,8 @@
 /* kernels.h - the loops whose speed matters, as a table of functions.
  *
  * kernels_impl.h writes them once; kernels_scalar.c, kernels_avx2.c and kernels_avx512.c compile them for one instruction
- * set each; isa.c picks a table at run time. All tables give the same bits, except that the sums of dot_rows round
- * differently where there is no fused multiply-add. */
+ * set each; isa.c picks a table at run time. All tables give the same bits, except that dot_rows and add_scaled
+ * round differently where there is no fused multiply-add. */
 #ifndef COLI_CORE_KERNELS_H
 #define COLI_CORE_KERNELS_H
 
@@ -33,11 +33,14 @@ typedef struct coli_kernels {
     /* y[s * y_stride] = sum_i w[i] x[s, i] for S rows of x [S, columns]. A row's result does not depend on S. */
     void (*dot_rows)(const float *w, const float *x, size_t S, int columns, float *y, size_t y_stride);
 
-    /* Negates x[i] where bit i of `signs` (lowest first in each byte) is set; n is a multiple of 8. */
-    void (*flip_signs)(float *x, int n, const uint8_t *signs);
+    /* y[i] = x[i], negated where bit i of `signs` (lowest first in each byte) is set; n is a multiple of 8. y may be x. */
+    void (*flip_signs)(const float *x, float *y, int n, const uint8_t *signs);
 
     /* Walsh-Hadamard transform of x [n] in place, natural order, times `scale`; n is a power of two. */
     void (*hadamard)(float *x, int n, float scale);
+
+    /* y[i] += factor * x[i] */
+    void (*add_scaled)(float *y, const float *x, float factor, int n);
 
     /* Nearest codebook entries for the 32 magnitudes of a sub-block under super-scale d, for the sub-scale code with the
      * smallest squared error, which is returned. Ties go to the lowest index and the lowest code. */

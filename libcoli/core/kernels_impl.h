@@ -6,6 +6,7 @@
 #include "decode_row.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "rotate_kernels.h"
 
 /* Fused where the processor does it in one instruction. Written out, because the compiler must not fuse anything else: the
  * encoder's comparisons have to come out the same for every instruction set. */
@@ -36,30 +37,9 @@ static void dot_rows(const float *w, const float *x, size_t S, int columns, floa
     for (size_t s = 0; s < S; s++) y[s * y_stride] = dot(w, x + s * (size_t)columns, columns);
 }
 
-static void flip_signs(float *x, int n, const uint8_t *signs) {
-    for (int i = 0; i < n; i += 8) {
-        COLI_SIMD()
-        for (int j = 0; j < 8; j++) {
-            uint32_t flip = (uint32_t)(signs[i / 8] >> j & 1) << 31;
-            x[i + j] = coli_bits_to_f32(coli_f32_to_bits(x[i + j]) ^ flip);
-        }
-    }
-}
-
-static void hadamard(float *x, int n, float scale) {
-    for (int stride = 1; stride < n; stride *= 2) {
-        for (int i = 0; i < n; i += 2 * stride) {
-            float *u = x + i, *v = x + i + stride;
-            COLI_SIMD()
-            for (int j = 0; j < stride; j++) {
-                float sum = u[j] + v[j], difference = u[j] - v[j];
-                u[j] = sum;
-                v[j] = difference;
-            }
-        }
-    }
+static void add_scaled(float *restrict y, const float *restrict x, float factor, int n) {
     COLI_SIMD()
-    for (int i = 0; i < n; i++) x[i] *= scale;
+    for (int i = 0; i < n; i++) y[i] = MULTIPLY_ADD(factor, x[i], y[i]);
 }
 
 /* products[e] = 2 m g_e for the entries g_e */
@@ -121,5 +101,6 @@ const coli_kernels TABLE_NAME(COLI_KERNELS_NAME) = {
     .dot_rows = dot_rows,
     .flip_signs = flip_signs,
     .hadamard = hadamard,
+    .add_scaled = add_scaled,
     .e8_fit = e8_fit,
 };

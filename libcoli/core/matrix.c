@@ -48,7 +48,7 @@ static coli_status check_pointers(const coli_matrix *matrix, const char *descrip
     return COLI_OK;
 }
 
-coli_status coli_matrix_check(const coli_matrix *matrix) {
+coli_status coli_matrix_check_fields(const coli_matrix *matrix) {
     char description[COLI_DESCRIPTION_BYTES];
     RETURN_ERROR_IF(!matrix, COLI_E_ARGUMENT, "the matrix is NULL");
     RETURN_ERROR_IF(!coli_format_get(matrix->format), COLI_E_FORMAT, "format must be 0 ... %d, got %d",
@@ -61,7 +61,22 @@ coli_status coli_matrix_check(const coli_matrix *matrix) {
         RETURN_ERROR_IF(matrix->flags & COLI_UNROTATED, COLI_E_ARGUMENT, "%s: COLI_UNROTATED is for e8 alone", description);
         RETURN_ERROR_IF(matrix->codebook, COLI_E_ARGUMENT, "%s: a codebook is for e8 alone, expected NULL", description);
     }
-    return check_pointers(matrix, description);
+    return COLI_OK;
+}
+
+coli_status coli_matrix_check(const coli_matrix *matrix) {
+    char description[COLI_DESCRIPTION_BYTES];
+    FORWARD_ERROR(coli_matrix_check_fields(matrix));
+    return check_pointers(matrix, coli_matrix_describe(matrix, description));
+}
+
+int coli_matrix_rotated(const coli_matrix *matrix) {
+    return matrix->format == COLI_E8 && !(matrix->flags & COLI_UNROTATED);
+}
+
+size_t coli_matrix_bytes(const coli_matrix *m) {
+    return coli_weight_bytes(m->format, m->rows, m->columns) +
+           coli_scale_bytes(m->format, m->rows, m->columns, m->group_size);
 }
 
 coli_status coli_check_rows(const char *name, size_t rows, int dim) {

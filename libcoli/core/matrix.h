@@ -9,6 +9,15 @@
 /* "int4-g32 matrix [4, 256]", for messages. Returns `description`. The format must exist. */
 const char *coli_matrix_describe(const coli_matrix *matrix, char description[COLI_DESCRIPTION_BYTES]);
 
+/* coli_matrix_check without a look at the pointers. */
+coli_status coli_matrix_check_fields(const coli_matrix *matrix);
+
+/* 1 for a matrix that must meet rotated rows. */
+int coli_matrix_rotated(const coli_matrix *matrix);
+
+/* Bytes of weights and scales. */
+size_t coli_matrix_bytes(const coli_matrix *matrix);
+
 /* COLI_OK when so many rows of `dim` floats can exist in memory; otherwise an error that names them. */
 coli_status coli_check_rows(const char *name, size_t rows, int dim);
 

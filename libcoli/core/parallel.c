@@ -25,7 +25,7 @@ static void enter_child(void) {
 __attribute__((constructor)) static void watch_forks(void) {
     pthread_atfork(NULL, NULL, enter_child);
 }
-#else
+#elif defined(_OPENMP)
 static const int in_forked_child = 0;
 #endif
 

@@ -6,6 +6,8 @@
 
 #include "../formats/e8.h"
 #include "backend.h"
+#include "matrix.h"
+#include "placed.h"
 #include "status.h"
 #include "tables.h"
 
@@ -154,6 +156,58 @@ void coli_placed_free(coli_placed *placed) {
 
 int coli_placed_device(const coli_placed *placed) {
     return placed ? placed->device : -1;
+}
+
+ColiCudaTensor *coli_placed_tensor(const coli_placed *placed) {
+    return placed ? placed->tensor : NULL;
+}
+
+/*------   Update   ------*/
+
+static coli_status check_same_kind(const coli_matrix *old, const coli_matrix *new) {
+    char was[COLI_DESCRIPTION_BYTES], is[COLI_DESCRIPTION_BYTES];
+    int same = old->format == new->format && old->rows == new->rows && old->columns == new->columns &&
+               old->group_size == new->group_size && old->flags == new->flags;
+    RETURN_ERROR_IF(!same, COLI_E_SHAPE, "the new contents of a placed %s must be of its kind, got %s%s",
+                    coli_matrix_describe(old, was), coli_matrix_describe(new, is),
+                    old->flags == new->flags ? "" : ", rotated otherwise");
+    return COLI_OK;
+}
+
+/* Overwrites the tensor; 0 with the reason in `why`. */
+static int update_on_gpu(coli_placed *placed, const coli_matrix *matrix, char why[WHY_BYTES]) {
+    const coli_backend *backend = placed->backend;
+    if (!may_upload(placed->backend, placed->device, matrix, why)) return 0;
+    if (!backend->call.tensor_update) {
+        snprintf(why, WHY_BYTES, "%s", coli_backend_why_not(backend, "update"));
+        return 0;
+    }
+    coli_backend_lock(COLI_SHARED);
+    int done = backend->call.tensor_update(placed->tensor, matrix->weights, matrix->scales);
+    if (!done) coli_backend_explain(backend, "coli_cuda_tensor_update", why, WHY_BYTES);
+    coli_backend_unlock(COLI_SHARED);
+    return done;
+}
+
+/* Leaves the matrix to the CPU. */
+static void leave_gpu(coli_placed *placed, const char why[WHY_BYTES]) {
+    coli_backend_lock(COLI_SHARED);
+    placed->backend->call.tensor_free(placed->tensor);
+    coli_backend_unlock(COLI_SHARED);
+    placed->tensor = NULL;
+    placed->device = -1;
+    memcpy(placed->why_cpu, why, strlen(why) + 1);
+    coli_log(1, "matrix [%d, %d] leaves the GPU: %s", placed->matrix.rows, placed->matrix.columns, why);
+}
+
+coli_status coli_placed_update(coli_placed *placed, const coli_matrix *matrix) {
+    RETURN_ERROR_IF(!placed, COLI_E_ARGUMENT, "coli_placed_update needs a placed matrix, got placed = NULL");
+    FORWARD_ERROR(coli_matrix_check(matrix));
+    FORWARD_ERROR(check_same_kind(&placed->matrix, matrix));
+    char why[WHY_BYTES] = "";
+    if (placed->tensor && !update_on_gpu(placed, matrix, why)) leave_gpu(placed, why);
+    placed->matrix = *matrix;
+    return COLI_OK;
 }
 
 const char *coli_placed_why_cpu(const coli_placed *placed) {

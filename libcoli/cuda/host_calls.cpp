@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "environment.h"
+#include "kernels/combine.h"
 #include "kernels/fetch.h"
 
 namespace coli {
@@ -101,6 +102,77 @@ bool enqueue_group(Context &context, GroupParams &params, CallBuffers &buffers, 
     return true;
 }
 
+/* Where a sum's parts lie: rows, row_tokens and row_weights behind each other in host_x and x; the experts' rows and,
+ * unless kernels write them to pinned memory, the sums in y. */
+struct SumLayout {
+    size_t rows, tokens, weights, staged; /* offsets in bytes, and the end */
+    size_t results, sums;                 /* bytes */
+
+    SumLayout(int total_rows, int sum_rows, int D) {
+        results = align_up(row_bytes(total_rows, D), kPieceBytes);
+        sums = row_bytes(sum_rows, D);
+        rows = 0;
+        tokens = results;
+        weights = tokens + align_up(static_cast<size_t>(total_rows) * sizeof(int), kPieceBytes);
+        staged = weights + align_up(static_cast<size_t>(total_rows) * sizeof(float), kPieceBytes);
+    }
+    bool direct() const { return sums <= kDirectBytes; }
+};
+
+void stage_sum(const SumLayout &layout, uint8_t *staged, int total_rows, int D, const float *x, const RowSums &sums) {
+    const size_t row = row_bytes(1, D);
+    for (int r = 0; r < total_rows; r++) memcpy(staged + r * row, x + static_cast<size_t>(sums.x_index[r]) * D, row);
+    memcpy(staged + layout.tokens, sums.row_tokens, total_rows * sizeof(int));
+    memcpy(staged + layout.weights, sums.row_weights, total_rows * sizeof(float));
+}
+
+/* Copies rows to the device, runs the group and sums its rows up to pinned memory; waits for nothing. */
+bool enqueue_sum(Context &context, GroupParams &params, CallBuffers &buffers, int total_rows, const float *x,
+                 const RowSums &sums) {
+    const SumLayout layout(total_rows, sums.tokens, params.D);
+    COLI_FORWARD(buffers.host_x.reserve(layout.staged, "activations") && buffers.x.reserve(layout.staged, "activations") &&
+                 buffers.host_y.reserve(layout.sums, "results") &&
+                 buffers.y.reserve(layout.results + (layout.direct() ? 0 : layout.sums), "results") &&
+                 buffers.workspace.reserve(workspace_bytes(total_rows, params.D, params.H, params.count), "hidden rows"));
+    stage_sum(layout, buffers.host_x.bytes(), total_rows, params.D, x, sums);
+    params.x = buffers.x.as<float>();
+    params.y = buffers.y.as<float>();
+    params.tables = context.tables;
+    place_workspace(&params, total_rows, buffers.workspace.as<void>());
+
+    uint8_t *staged = buffers.x.as<uint8_t>(), *device_sums = buffers.y.as<uint8_t>() + layout.results;
+    const CombineParams combine{params.y,
+                                reinterpret_cast<const int *>(staged + layout.tokens),
+                                reinterpret_cast<const float *>(staged + layout.weights),
+                                layout.direct() ? buffers.host_y.floats() : reinterpret_cast<float *>(device_sums),
+                                total_rows,
+                                sums.tokens,
+                                params.D};
+    const cudaStream_t stream = context.stream;
+    cudaError_t result = send_rows(buffers, layout.staged, stream);
+    if (result == cudaSuccess) result = launch_group(context, params, stream);
+    if (result == cudaSuccess) result = launch_combine(combine, path_of(context.gpu) == Path::kHopper, stream);
+    if (result == cudaSuccess && !layout.direct())
+        result = cudaMemcpyAsync(buffers.host_y.floats(), device_sums, layout.sums, cudaMemcpyDeviceToHost, stream);
+    return succeeded(result, "launching the sums of %d expert(s) with %d rows on device %d", params.count, total_rows,
+                     context.device);
+}
+
+/* Ends an issue that was put on the stream, or failed on the way there. */
+bool mark_issued(Context &context, bool queued) {
+    queued = queued && succeeded(cudaEventRecord(context.issued_done, context.stream),
+                                 "marking the end of a group on device %d", context.device);
+    if (!queued) return context.abandon();
+    context.pending = true;
+    return true;
+}
+
+bool nothing_pending(const Context &context) {
+    COLI_REFUSE_IF(context.pending, COLI_E_STATE, "device %d has a group that was issued and not taken yet",
+                   context.device);
+    return true;
+}
+
 } // namespace
 
 bool run_group(Context &context, GroupParams &params, int total_rows, float *y, const float *x) {
@@ -114,14 +186,13 @@ bool run_group(Context &context, GroupParams &params, int total_rows, float *y, 
 }
 
 bool issue_group(Context &context, GroupParams &params, int total_rows, const float *x) {
-    COLI_REFUSE_IF(context.pending, COLI_E_STATE, "device %d has a group that was issued and not taken yet",
-                   context.device);
-    const bool queued = enqueue_group(context, params, context.issued, total_rows, x, nullptr) &&
-                        succeeded(cudaEventRecord(context.issued_done, context.stream),
-                                  "marking the end of a group on device %d", context.device);
-    if (!queued) return context.abandon();
-    context.pending = true;
-    return true;
+    return nothing_pending(context) &&
+           mark_issued(context, enqueue_group(context, params, context.issued, total_rows, x, nullptr));
+}
+
+bool issue_group_sum(Context &context, GroupParams &params, int total_rows, const float *x, const RowSums &sums) {
+    return nothing_pending(context) &&
+           mark_issued(context, enqueue_sum(context, params, context.issued, total_rows, x, sums));
 }
 
 bool take_group(Context &context) {

@@ -1,5 +1,5 @@
-"""The command ``pycoli``: ``run`` does the main job on a checkpoint, ``bench`` measures, ``doctor`` reports on the
-environment."""
+"""The command ``pycoli``: ``run`` does the main job on a checkpoint or container; ``convert``, ``inspect`` and
+``verify`` make containers and look into them; ``bench`` measures, ``doctor`` reports on the environment."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from collections.abc import Sequence
 
 from .. import _lib
 from ..errors import ColiError, DeviceError
-from . import bench, doctor, run
+from . import bench, convert, doctor, inspect, run, verify
 from .bench.cases import SHAPES
 from .report import BAD_INPUT, NOBODY_READS, WRONG_RESULT, add_options, say
 
-_COMMANDS = {"run": run.command, "bench": bench.command, "doctor": doctor.command}
+_COMMANDS = {
+    "run": run.command,
+    "convert": convert.command,
+    "inspect": inspect.command,
+    "verify": verify.command,
+    "bench": bench.command,
+    "doctor": doctor.command,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,9 +82,17 @@ def _parser() -> argparse.ArgumentParser:
         help="float rows [tokens, hidden size]: a .npy file, or FILE.safetensors[:TENSOR]; without it the rows "
         "recorded in the checkpoint, else Gaussian ones",
     )
+    run.add_argument(
+        "--layer-forward",
+        action="store_true",
+        help="run the whole layer with its router in place of its experts one by one, and show which paths they took",
+    )
     run.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the Gaussian rows (default 0)")
     add_options(run)
 
+    convert.add_parser(commands)
+    inspect.add_parser(commands)
+    verify.add_parser(commands)
     _add_bench(commands)
 
     doctor = commands.add_parser(

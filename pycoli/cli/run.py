@@ -21,10 +21,12 @@ from tqdm import tqdm
 import pycoli
 
 from ..backend import NOT_INSTALLED
-from ..checkpoint import Checkpoint, number_ranges, recorded_input_name
+from ..checkpoint import Checkpoint, recorded_input_name
 from ..errors import ArgumentError, CheckpointError, ColiError, OutOfMemoryError
+from ..naming import number_ranges
 from ..tensorfile import TensorFile
 from .doctor import isa_warning
+from .layer import layer_forward, layer_text
 from .measure import ERROR_LIMIT, ROWS_PER_CALL, TIMING_CALLS, UNRELATED, Measurement, measure
 from .report import RIGHT, WRONG_RESULT, check_output, sections, table, write_report
 
@@ -72,6 +74,8 @@ def _run(options: argparse.Namespace, path: str | Path, name: str) -> int:
         inner, hidden = checkpoint.expert(layer, experts[0]).gate.shape
     devices = choose_devices(options.format, options.device)
     activations = load_activations(options, checkpoint, layer, hidden)
+    if options.layer_forward:
+        return _run_layer(options, checkpoint, layer, activations, devices, name)
     try:
         measurements = _measure_all(options.format, checkpoint, layer, experts, activations, devices)
     except OutOfMemoryError as error:
@@ -105,6 +109,27 @@ def _run(options: argparse.Namespace, path: str | Path, name: str) -> int:
     }
     write_report(report, _as_text(report, name, measurements, total, devices), options)
     return WRONG_RESULT if wrong else RIGHT
+
+
+def _run_layer(
+    options: argparse.Namespace,
+    checkpoint: Checkpoint,
+    layer: int,
+    activations: Activations,
+    devices: Devices,
+    name: str,
+) -> int:
+    """The whole layer, router and all, in place of its experts one by one."""
+    with _reading(checkpoint.path):
+        report = layer_forward(checkpoint, layer, options.format, activations.rows, devices.names[0])
+    report |= {
+        "checkpoint": str(checkpoint.path),
+        "model_type": checkpoint.model_type,
+        "activations": activations.source,
+        "why": devices.reason,
+    }
+    write_report(report, layer_text(report, name), options)
+    return RIGHT if report["right"] else WRONG_RESULT
 
 
 def _measure_all(

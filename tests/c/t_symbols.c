@@ -1,7 +1,7 @@
 /* t_symbols.c - every function of both headers is there to be linked. A function that is declared and not exported fails
  * the link; one that resolves to nothing fails the run. */
 #include "coli/coli.h"
-#include "coli/coli_cuda.h"
+#include "coli/coli_moe.h"
 
 #include "check.h"
 

@@ -212,6 +212,16 @@ class Gpu:
         columns = [tensor_array(column) for column in zip(*experts, strict=True)]
         self.check(self.lib.coli_cuda_expert_group_issue(*columns, list(rows), len(experts), floats(x)))
 
+    def issue_sum(self, experts, rows, x, x_index, tokens, row_tokens, weights):
+        columns = [tensor_array(column) for column in zip(*experts, strict=True)]
+        group = (*columns, list(rows), len(experts))
+        weights = np.asarray(weights, np.float32)
+        self.check(
+            self.lib.coli_cuda_expert_group_issue_sum(
+                *group, floats(x), len(x), list(x_index), tokens, list(row_tokens), floats(weights)
+            )
+        )
+
     def take_view(self, shape, device=0):
         """The taken rows where the library keeps them."""
         taken = self.lib.coli_cuda_expert_group_take(device)

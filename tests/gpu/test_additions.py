@@ -170,6 +170,51 @@ def test_refused_sums(gpu, rng, memory):
         Sums(gpu, memory, [tensors], [-1], 2, [0], [1], gaussian(rng, 1, D))
 
 
+# ---- issued sums ----
+
+
+@pytest.mark.parametrize("tokens", [3, 900])  # 900: more than kernels write to pinned memory themselves
+def test_issued_sums(gpu, rng, tokens):
+    formats = [("e8",) * 3, ("int8",) * 3, ("int4", "mxfp4", "e8"), ("e8",) * 3]
+    rows = [3, 1, 2, 14]
+    experts = [random_expert(rng, D, H, expert_formats) for expert_formats in formats]
+    tensors = [gpu.upload_expert(expert) for expert in experts]
+    x, weights = gaussian(rng, 4, D), gaussian(rng, 20)
+    x_index, row_tokens = rng.integers(0, 4, 20), rng.integers(0, 3, 20)
+    before = gpu.group_stats()[0]
+    gpu.issue_sum(tensors, rows, x, x_index, tokens, row_tokens, weights)
+    assert tuple(a - b for a, b in zip(gpu.group_stats()[0], before, strict=True)) == (1, 4, 20)
+    other = gpu.group(tensors[:1], [1], x[:1])  # a synchronous call between does not disturb it
+    y = gpu.take((tokens, D))
+    assert oracle.relative_rms(y, expected_sums(experts, rows, tokens, row_tokens, weights, x[x_index])) <= EXACT
+    assert not y[3:].any()
+    assert oracle.relative_rms(other, oracle.expert(x[:1], *experts[0])) <= EXACT
+    gpu.issue_sum(tensors, rows, x, x_index, tokens, row_tokens, weights)
+    np.testing.assert_array_equal(gpu.take((tokens, D)), y)
+
+
+def test_issued_sums_that_are_refused(gpu, rng):
+    tensors = [gpu.upload_expert(random_expert(rng, D, H, ("int8",) * 3))]
+    x = gaussian(rng, 2, D)
+    good = {"x_index": [0, 1], "tokens": 2, "row_tokens": [0, 1], "weights": [1, 1]}
+    for change, message in [
+        ({"x_index": [0, 2]}, r"x_index\[1\] is 2, expected 0 \.\.\. 1"),
+        ({"x_index": [-1, 0]}, r"x_index\[0\] is -1"),
+        ({"row_tokens": [0, 2]}, r"row_tokens\[1\] is 2, expected 0 \.\.\. 1"),
+        ({"tokens": 0}, "0 tokens, expected 1 or more"),
+    ]:
+        with pytest.raises(Refused, match=message):
+            gpu.issue_sum(tensors, [2], x, **(good | change))
+        with pytest.raises(Refused, match="no issued group"):
+            gpu.take((2, D))
+    gpu.issue_sum(tensors, [2], x, **good)
+    with pytest.raises(Refused, match="not taken yet"):
+        gpu.issue_sum(tensors, [2], x, **good)
+    with pytest.raises(Refused, match="not taken yet"):
+        gpu.issue(tensors, [1], x)
+    gpu.take((2, D))
+
+
 # ---- plans in words ----
 
 

@@ -37,6 +37,8 @@ def test_fail_after_covers_every_compute_call(gpu, rng, expert, monkeypatch):
         lambda: gpu.group([tensors], [2], x, pinned=1),
         lambda: gpu.issue([tensors], [2], x),
         lambda: gpu.take(x.shape),
+        lambda: gpu.issue_sum([tensors], [2], x, [0, 1], 1, [0, 0], [1, 1]),
+        lambda: gpu.take((1, D)),
     ]
 
     def run():
@@ -257,7 +259,8 @@ def test_failed_groups_are_not_counted(gpu, rng, faults, expert):
     assert gpu.group_stats()[0] == before
 
 
-def test_issue_and_take(closed_gpu, rng, faults, expert):
+@pytest.mark.parametrize("call", ["rows", "sums"])
+def test_issue_and_take(closed_gpu, rng, faults, expert, call):
     gpu, x = closed_gpu, gaussian(rng, 3, D)
     expected = oracle.expert(x, *expert)
 
@@ -266,7 +269,10 @@ def test_issue_and_take(closed_gpu, rng, faults, expert):
         return gpu.upload_expert(expert)
 
     def action(tensors):
-        gpu.issue([tensors, tensors], [1, 2], x)
+        if call == "rows":
+            gpu.issue([tensors, tensors], [1, 2], x)
+        else:
+            gpu.issue_sum([tensors, tensors], [1, 2], x, [0, 1, 2], 3, [0, 1, 2], [1, 1, 1])
         assert oracle.relative_rms(gpu.take(x.shape), expected) <= EXACT
 
     def after_refusal(tensors, _before):

@@ -101,6 +101,8 @@ def experts(gpu, rng):
     tensors, x, expected = run_experts(gpu, rng, 72, 40, formats, rows, "plain", "ampere", "hopper")
     gpu.issue(tensors[:2], [1, 1], x[:2])
     check("issued group", gpu.take((2, 72)), np.concatenate([expected[0], expected[1][:1]]))
+    gpu.issue_sum(tensors[:2], [1, 1], x[:2], [0, 1], 1, [0, 0], [1, 2])
+    check("issued sum", gpu.take((1, 72)), expected[0] + 2 * expected[1][:1])
     gpu.free_all()
 
 

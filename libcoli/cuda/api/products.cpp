@@ -97,6 +97,14 @@ bool launch_on_stream(Context &context, const GroupCall &group, int total_rows, 
     return true;
 }
 
+bool all_below(const int *values, int count, int limit, const char *name) {
+    for (int i = 0; i < count; i++) {
+        COLI_REFUSE_IF(values[i] < 0 || values[i] >= limit, COLI_E_ARGUMENT, "%s[%d] is %d, expected 0 ... %d", name, i,
+                       values[i], limit - 1);
+    }
+    return true;
+}
+
 Context *first_context() {
     if (!contexts().empty()) return contexts().front().get();
     fail(COLI_E_STATE, "no device is configured: call coli_cuda_init first");
@@ -170,6 +178,26 @@ int coli_cuda_expert_group_issue(ColiCudaTensor *const *gates, ColiCudaTensor *c
                    total_rows, COLI_CUDA_MAX_ISSUE_ROWS);
     GroupParams params = group_params(group, 0, 0);
     return issue_group(*context, params, total_rows, x) && counted(*context, count, total_rows);
+}
+
+int coli_cuda_expert_group_issue_sum(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups, ColiCudaTensor *const *downs,
+                                     const int *rows, int count, const float *x, int x_rows, const int *x_index, int tokens,
+                                     const int *row_tokens, const float *row_weights) {
+    COLI_FORWARD(!fault_injected("coli_cuda_expert_group_issue_sum"));
+    COLI_REFUSE_IF(!x || !x_index || !row_tokens || !row_weights, COLI_E_ARGUMENT,
+                   "x, x_index, row_tokens and row_weights must not be NULL");
+    COLI_REFUSE_IF(tokens < 1, COLI_E_SHAPE, "%d tokens, expected 1 or more", tokens);
+    const GroupCall group{gates, ups, downs, rows, count};
+    Context *context = context_of(group);
+    if (!context) return 0;
+    DeviceCall call(*context);
+    int total_rows;
+    COLI_FORWARD(call.ok() && fits_one_launch(group) && check_group(group, 1, &total_rows));
+    COLI_FORWARD(all_below(x_index, total_rows, x_rows, "x_index") &&
+                 all_below(row_tokens, total_rows, tokens, "row_tokens"));
+    GroupParams params = group_params(group, 0, 0);
+    return issue_group_sum(*context, params, total_rows, x, {x_index, row_tokens, row_weights, tokens}) &&
+           counted(*context, count, total_rows);
 }
 
 const float *coli_cuda_expert_group_take(int device) {

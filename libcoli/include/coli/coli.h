@@ -2,11 +2,12 @@
  *
  * Introduction
  *   libcoli keeps the expert weights of mixture-of-experts models in low-bit formats, above all E8 (3.0625 bits a
- *   weight), and computes y = down(silu(gate x) * (up x)) with them. Three ways to use it, simplest first:
+ *   weight), and computes y = down(silu(gate x) * (up x)) with them. Four ways to use it, simplest first:
  *
  *     1. Encode, decode and multiply on the CPU:        coli_encode, coli_decode, coli_matmul, coli_expert_mlp
  *     2. Let the GPU do what it can, the CPU the rest:  coli_backend_open, coli_place, coli_placed_matmul, ...
- *     3. Call the GPU backend itself:                   coli_cuda.h
+ *     3. Run whole MoE layers on GPUs and CPU at once:  coli_moe.h
+ *     4. Call the GPU backend itself:                   coli_cuda.h
  *
  * Conventions
  *   - Matrices are row-major float32 unless a format says otherwise; activations x are [S, I], results y are [S, O].
@@ -190,6 +191,10 @@ typedef struct coli_placed coli_placed;
  * a library without coli_cuda_abi_version also gets the published codebook with each E8 matrix. */
 COLI_API coli_status coli_place(coli_backend *backend, int device, const coli_matrix *matrix, coli_placed **placed);
 COLI_API void coli_placed_free(coli_placed *placed);
+/* Replaces the contents in place by a matrix of the same format, shape, group size and flags, after work that still reads
+ * them. Where the GPU fails, the matrix goes on from the CPU, and coli_placed_why_cpu() tells. The host memory of `matrix`
+ * is the way back to the CPU from now on. */
+COLI_API coli_status coli_placed_update(coli_placed *placed, const coli_matrix *matrix);
 /* GPU ordinal, or -1 for the CPU. */
 COLI_API int coli_placed_device(const coli_placed *placed);
 /* Why it is on the CPU, or why its last call was computed there; NULL while the GPU does the work. The text belongs to the

@@ -209,6 +209,16 @@ COLI_API int coli_cuda_expert_group_combine_dev(ColiCudaTensor *const *gates, Co
                                                 const float *row_weights_dev, void *workspace_dev, size_t workspace_bytes,
                                                 void *stream);
 
+/* Starts a group whose rows are those of a batch, and whose results are sums for tokens: row r of the experts' rows is row
+ * x_index[r] of x [x_rows, D], and goes into the sum of token row_tokens[r] with the factor row_weights[r], in the order of
+ * the rows. coli_cuda_expert_group_take then gives [tokens, D], zeros where a token has no row. As
+ * coli_cuda_expert_group_issue otherwise, and for any number of rows. All pointers are host pointers and may be reused at
+ * once. */
+COLI_API int coli_cuda_expert_group_issue_sum(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups,
+                                              ColiCudaTensor *const *downs, const int *rows, int count, const float *x,
+                                              int x_rows, const int *x_index, int tokens, const int *row_tokens,
+                                              const float *row_weights);
+
 /*------   Additions: plans and measurements   ------*/
 
 /* How a group of `experts` experts with `rows` rows each, gate and up [H, D] and down [D, H] in formats[0 ... 2], is

@@ -1,0 +1,379 @@
+/* moe_place.c - which experts are on which GPU: the hottest, within budgets, swapped when others become hotter. */
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "matrix.h"
+#include "moe.h"
+#include "status.h"
+
+/*------   Several layers at once   ------*/
+
+/* An expert among those of all layers of a call. */
+typedef struct candidate {
+    coli_moe *layer;
+    int number;
+    double heat; /* the shared expert's is infinite: every row passes it */
+} candidate;
+
+static moe_expert *expert_of(const candidate *c) {
+    return &c->layer->experts[c->number];
+}
+
+static int compare_layers(const void *a, const void *b) {
+    uintptr_t one = (uintptr_t)*(coli_moe *const *)a, two = (uintptr_t)*(coli_moe *const *)b;
+    return (one > two) - (one < two);
+}
+
+/* Locks all layers, in the order of their addresses, so that two such calls cannot wait for each other; *sorted belongs to
+ * the caller, for unlock_all. */
+static coli_status lock_all(coli_moe *const *layers, int count, coli_moe ***sorted) {
+    RETURN_ERROR_IF(count < 1 || !layers, COLI_E_ARGUMENT, "at least 1 layer is needed, got %d", layers ? count : 0);
+    for (int i = 0; i < count; i++) RETURN_ERROR_IF(!layers[i], COLI_E_ARGUMENT, "layer %d of %d is NULL", i, count);
+    *sorted = malloc((size_t)count * sizeof **sorted);
+    RETURN_ERROR_IF(!*sorted, COLI_E_MEMORY, "no memory for a list of %d layers", count);
+    memcpy(*sorted, layers, (size_t)count * sizeof **sorted);
+    qsort(*sorted, (size_t)count, sizeof **sorted, compare_layers);
+    for (int i = 1; i < count; i++) {
+        if ((*sorted)[i] != (*sorted)[i - 1]) continue;
+        free(*sorted);
+        RETURN_ERROR(COLI_E_ARGUMENT, "a layer is in the list twice");
+    }
+    for (int i = 0; i < count; i++) coli_mutex_lock(&(*sorted)[i]->mutex);
+    return COLI_OK;
+}
+
+static void unlock_all(coli_moe **sorted, int count) {
+    for (int i = count; i > 0; i--) coli_mutex_unlock(&sorted[i - 1]->mutex);
+    free(sorted);
+}
+
+static int hotter_first(const void *a, const void *b) {
+    const candidate *one = a, *two = b;
+    if (one->heat != two->heat) return one->heat < two->heat ? 1 : -1;
+    return (one->number > two->number) - (one->number < two->number);
+}
+
+/* All experts of the layers, in the caller's order of layers, hottest first. NULL without memory. */
+static candidate *list_candidates(coli_moe *const *layers, int layer_count, int *count) {
+    *count = 0;
+    for (int i = 0; i < layer_count; i++) *count += moe_experts(layers[i]);
+    candidate *list = malloc((size_t)*count * sizeof *list), *next = list;
+    if (!list) return NULL;
+    for (int i = 0; i < layer_count; i++) {
+        coli_moe *layer = layers[i];
+        for (int e = 0; e < moe_experts(layer); e++) {
+            double heat = e < layer->count ? moe_heat_of(layer, &layer->experts[e]) : 1e300;
+            *next++ = (candidate){layer, e, heat};
+        }
+    }
+    qsort(list, (size_t)*count, sizeof *list, hotter_first);
+    return list;
+}
+
+/*------   Room on devices   ------*/
+
+typedef struct room {
+    int device;
+    size_t left;
+} room;
+
+static const coli_matrix *matrix_of(const coli_expert *expert, int i) {
+    const coli_matrix *const matrices[3] = {&expert->gate, &expert->up, &expert->down};
+    return matrices[i];
+}
+
+/* Device memory that an expert is going to take. */
+static size_t expected_bytes(const coli_backend *backend, const coli_expert *expert) {
+    size_t sum = 0;
+    for (int i = 0; i < 3; i++) {
+        size_t bytes = coli_matrix_bytes(matrix_of(expert, i));
+        sum += backend->call.alloc_footprint ? backend->call.alloc_footprint(bytes) : bytes;
+    }
+    return sum;
+}
+
+/* And what it takes. */
+static size_t taken_bytes(const moe_expert *expert) {
+    size_t sum = 0;
+    for (int i = 0; i < 3; i++) {
+        sum += expert->backend->call.tensor_vram ? expert->backend->call.tensor_vram(coli_placed_tensor(expert->placed[i]))
+                                                 : coli_matrix_bytes(matrix_of(&expert->matrices, i));
+    }
+    return sum;
+}
+
+static size_t without(size_t bytes, size_t part) {
+    return bytes > part ? bytes - part : 0;
+}
+
+static size_t room_of(const coli_backend *backend, const coli_moe_device *wanted, const candidate *all, int count,
+                      size_t reserve) {
+    if (wanted->budget == COLI_MOE_AUTO) {
+        size_t free_bytes = 0, total;
+        if (!backend->call.mem_info || !backend->call.mem_info(wanted->device, &free_bytes, &total)) return 0;
+        return without(free_bytes, reserve);
+    }
+    size_t left = wanted->budget;
+    for (int i = 0; i < count; i++) {
+        const moe_expert *expert = expert_of(&all[i]);
+        if (expert->backend && expert->device == wanted->device) left = without(left, taken_bytes(expert));
+    }
+    return left;
+}
+
+/* The device with the most room, if it is enough. */
+static room *roomiest(room *rooms, int count, size_t needed) {
+    room *most = NULL;
+    for (int i = 0; i < count; i++) {
+        if (rooms[i].left >= needed && (!most || rooms[i].left > most->left)) most = &rooms[i];
+    }
+    return most;
+}
+
+/*------   Placing   ------*/
+
+/* What the backend can do with the expert; 0 with the reason where it can do nothing. */
+static int find_paths(moe_expert *expert, const coli_backend *backend, const char **why) {
+    static const char *const features[] = {"issue_take", "expert_group", "expert_mlp"}; /* in the order of coli_moe_path */
+    const coli_expert *m = &expert->matrices;
+    int any = 0;
+    if (coli_matrix_rotated(&m->gate) != coli_matrix_rotated(&m->up)) {
+        *why = "its gate and up matrices need different inputs: one is stored rotated, the other is not";
+        return 0;
+    }
+    for (int path = 0; path < COLI_MOE_CPU; path++) {
+        const char *lacks = coli_backend_why_not_expert(backend, features[path], &m->gate, &m->up, &m->down);
+        expert->can[path] = !lacks;
+        any |= !lacks;
+        if (lacks && !*why) *why = lacks;
+    }
+    return any;
+}
+
+/* Uploads the three matrices. 0 with the reason, and nothing left behind. */
+static int upload(moe_expert *expert, coli_backend *backend, int device, char *why, size_t why_size) {
+    const char *failed = NULL;
+    for (int i = 0; i < 3 && !failed; i++) {
+        coli_status status = coli_place(backend, device, matrix_of(&expert->matrices, i), &expert->placed[i]);
+        failed = status == COLI_OK ? coli_placed_why_cpu(expert->placed[i]) : coli_last_error();
+    }
+    if (failed) {
+        snprintf(why, why_size, "%s", failed);
+        moe_drop(expert, why);
+        return 0;
+    }
+    expert->backend = backend;
+    expert->device = device;
+    moe_set_why(expert, NULL);
+    return 1;
+}
+
+/* Tries the devices with room, roomiest first; one that fails has none any more. */
+static void place_one(const candidate *c, coli_backend *backend, room *rooms, int count) {
+    moe_expert *expert = expert_of(c);
+    size_t needed = expected_bytes(backend, &expert->matrices);
+    char why[1024];
+    snprintf(why, sizeof why, "no GPU of the call has the %zu bytes of room that it needs", needed);
+    const char *lacks = NULL;
+    if (!find_paths(expert, backend, &lacks)) {
+        moe_set_why(expert, lacks);
+        return;
+    }
+    if (!roomiest(rooms, count, needed)) {
+        moe_set_why(expert, why);
+        return;
+    }
+    if (moe_need_host(c->layer, c->number) != COLI_OK) {
+        moe_set_why(expert, coli_last_error());
+        return;
+    }
+    for (room *target; (target = roomiest(rooms, count, needed));) {
+        if (upload(expert, backend, target->device, why, sizeof why)) {
+            target->left = without(target->left, taken_bytes(expert));
+            moe_release_host(c->layer, c->number);
+            return;
+        }
+        target->left = 0;
+        coli_log(1, "GPU %d gets no more experts in this placement: %s", target->device, why);
+    }
+    moe_set_why(expert, why);
+}
+
+static void log_placement(const candidate *all, int count) {
+    int on_gpu = 0;
+    size_t bytes = 0;
+    for (int i = 0; i < count; i++) {
+        const moe_expert *expert = expert_of(&all[i]);
+        if (!expert->backend) continue;
+        on_gpu++;
+        bytes += taken_bytes(expert);
+    }
+    coli_log(2, "%d of %d experts are on GPUs, in %.1f GB", on_gpu, count, (double)bytes / 1e9);
+}
+
+static coli_status place_all(coli_moe *const *layers, int layer_count, coli_backend *backend,
+                             const coli_moe_device *devices, int device_count, size_t reserve) {
+    int count;
+    candidate *all = list_candidates(layers, layer_count, &count);
+    room *rooms = malloc((size_t)device_count * sizeof *rooms);
+    if (all && rooms) {
+        for (int i = 0; i < device_count; i++)
+            rooms[i] = (room){devices[i].device, room_of(backend, &devices[i], all, count, reserve)};
+        for (int i = 0; i < count; i++) {
+            if (!expert_of(&all[i])->backend) place_one(&all[i], backend, rooms, device_count);
+        }
+        log_placement(all, count);
+    }
+    coli_status status = all && rooms ? COLI_OK : COLI_E_MEMORY;
+    free(all);
+    free(rooms);
+    RETURN_ERROR_IF(status != COLI_OK, status, "no memory to place the experts of %d layers", layer_count);
+    return COLI_OK;
+}
+
+coli_status coli_moe_place(coli_moe *const *layers, int layer_count, coli_backend *backend, const coli_moe_device *devices,
+                           int device_count, size_t reserve) {
+    RETURN_ERROR_IF(!backend, COLI_E_ARGUMENT, "coli_moe_place needs a backend, got NULL");
+    RETURN_ERROR_IF(device_count < 1 || !devices, COLI_E_ARGUMENT, "coli_moe_place needs at least 1 device, got %d",
+                    devices ? device_count : 0);
+    for (int i = 0; i < device_count; i++) {
+        RETURN_ERROR_IF(devices[i].device < 0, COLI_E_ARGUMENT, "device %d of the list must be a CUDA ordinal, got %d", i,
+                        devices[i].device);
+        for (int k = 0; k < i; k++) {
+            RETURN_ERROR_IF(devices[k].device == devices[i].device, COLI_E_ARGUMENT, "device %d is in the list twice",
+                            devices[i].device);
+        }
+    }
+    coli_moe **locked;
+    FORWARD_ERROR(lock_all(layers, layer_count, &locked));
+    coli_status status = place_all(layers, layer_count, backend, devices, device_count, reserve);
+    unlock_all(locked, layer_count);
+    return status;
+}
+
+static coli_status unplace(coli_moe *layer) {
+    for (int e = 0; e < moe_experts(layer); e++) {
+        if (layer->experts[e].backend) FORWARD_ERROR(moe_need_host(layer, e));
+    }
+    for (int e = 0; e < moe_experts(layer); e++) {
+        if (layer->experts[e].backend) moe_drop(&layer->experts[e], "it was taken off the GPU by coli_moe_unplace");
+    }
+    return COLI_OK;
+}
+
+coli_status coli_moe_unplace(coli_moe *layer) {
+    RETURN_ERROR_IF(!layer, COLI_E_ARGUMENT, "coli_moe_unplace needs a layer, got NULL");
+    coli_mutex_lock(&layer->mutex);
+    coli_status status = unplace(layer);
+    coli_mutex_unlock(&layer->mutex);
+    return status;
+}
+
+/*------   Repinning   ------*/
+
+static int same_kind(const coli_matrix *a, const coli_matrix *b) {
+    return a->format == b->format && a->rows == b->rows && a->columns == b->columns && a->group_size == b->group_size &&
+           a->flags == b->flags;
+}
+
+static int may_swap(const candidate *hot, const candidate *cold) {
+    const coli_expert *a = &expert_of(hot)->matrices, *b = &expert_of(cold)->matrices;
+    return same_kind(&a->gate, &b->gate) && same_kind(&a->up, &b->up) && same_kind(&a->down, &b->down);
+}
+
+/* Overwrites the tensors of `cold` by the matrices of `hot`; 0 with the reason. */
+static int overwrite(moe_expert *cold, const coli_expert *hot, char *why, size_t why_size) {
+    for (int i = 0; i < 3; i++) {
+        const char *failed = coli_placed_update(cold->placed[i], matrix_of(hot, i)) == COLI_OK
+                                 ? coli_placed_why_cpu(cold->placed[i])
+                                 : coli_last_error();
+        if (!failed) continue;
+        snprintf(why, why_size, "its place on GPU %d was lost: %s", cold->device, failed);
+        return 0;
+    }
+    return 1;
+}
+
+static void move_tensors(moe_expert *from, moe_expert *to) {
+    memcpy(to->placed, from->placed, sizeof to->placed);
+    memcpy(to->can, from->can, sizeof to->can);
+    to->backend = from->backend;
+    to->device = from->device;
+    memset(from->placed, 0, sizeof from->placed);
+    from->backend = NULL;
+    from->device = -1;
+}
+
+/* 1 when `hot` has the place of `cold`; 0 with both on the CPU, or with nothing changed where `hot` has no host copy. */
+static int swap(const candidate *hot, const candidate *cold) {
+    moe_expert *comes = expert_of(hot), *leaves = expert_of(cold);
+    char why[1024];
+    if (moe_need_host(hot->layer, hot->number) != COLI_OK) {
+        moe_set_why(comes, coli_last_error());
+        return 0;
+    }
+    if (!overwrite(leaves, &comes->matrices, why, sizeof why)) {
+        moe_drop(leaves, why);
+        moe_set_why(comes, why);
+        moe_note_failure(cold->layer, why);
+        return 0;
+    }
+    move_tensors(leaves, comes);
+    moe_set_why(comes, NULL);
+    moe_set_why(leaves, "a hotter expert took its place on the GPU");
+    moe_release_host(hot->layer, hot->number);
+    return 1;
+}
+
+static void swap_and_count(const candidate *hot, const candidate *cold, coli_moe_repinned *result) {
+    coli_moe_repinned one = {0};
+    double start = coli_seconds();
+    if (swap(hot, cold)) {
+        one.swaps = 1;
+        for (int i = 0; i < 3; i++) one.bytes += coli_matrix_bytes(matrix_of(&expert_of(hot)->matrices, i));
+    } else {
+        one.failed = 1;
+    }
+    one.seconds = coli_seconds() - start;
+    moe_add_repinned(result, &one);
+    moe_add_repinned(&hot->layer->total.repinned, &one);
+}
+
+/* The coldest expert on a GPU whose place `hot` can take. `all` is sorted hottest first. */
+static const candidate *coldest(const candidate *all, int count, const candidate *hot) {
+    for (int i = count - 1; i >= 0; i--) {
+        int routed = all[i].number < all[i].layer->count;
+        if (routed && expert_of(&all[i])->backend && may_swap(hot, &all[i])) return &all[i];
+    }
+    return NULL;
+}
+
+static void repin_all(const candidate *all, int count, double hysteresis, int most_swaps, coli_moe_repinned *result) {
+    for (int i = 0; i < count; i++) {
+        const candidate *hot = &all[i];
+        if (most_swaps && result->swaps + result->failed >= (uint64_t)most_swaps) return;
+        if (hot->heat < 1) return;
+        if (expert_of(hot)->backend) continue;
+        const candidate *cold = coldest(all, count, hot);
+        if (cold && hot->heat > cold->heat * (1 + hysteresis)) swap_and_count(hot, cold, result);
+    }
+}
+
+coli_status coli_moe_repin(coli_moe *const *layers, int layer_count, double hysteresis, int most_swaps,
+                           coli_moe_repinned *result) {
+    RETURN_ERROR_IF(!(hysteresis >= 0), COLI_E_ARGUMENT, "hysteresis must be 0 or more, got %g", hysteresis);
+    RETURN_ERROR_IF(most_swaps < 0, COLI_E_ARGUMENT, "most_swaps must be 0 or more, got %d", most_swaps);
+    coli_moe **locked;
+    FORWARD_ERROR(lock_all(layers, layer_count, &locked));
+    int count;
+    coli_moe_repinned done = {0};
+    candidate *all = list_candidates(layers, layer_count, &count);
+    if (all) repin_all(all, count, hysteresis, most_swaps, &done);
+    unlock_all(locked, layer_count);
+    RETURN_ERROR_IF(!all, COLI_E_MEMORY, "no memory to list the experts of %d layers", layer_count);
+    free(all);
+    if (result) *result = done;
+    return COLI_OK;
+}

@@ -1,0 +1,150 @@
+"""``pycoli convert``: make a container of a model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from tqdm import tqdm
+
+from ..convert import Report, Settings, convert
+from ..convert.shard import Loss
+from .report import RIGHT, add_options, check_output, say, sections, table, write_report
+
+
+def add_parser(commands) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="make a container of a model: routed experts in E8, the rest in int8 and float32",
+        description="Converts a Hugging Face folder or a .safetensors file to a container that pycoli and "
+        "existing hosts read. After a crash or a kill the same command goes on where it was.",
+        epilog="Exit code: 0 when the container is complete (or planned, with --dry-run), 2 for input that cannot be "
+        "used.",
+    )
+    parser.add_argument("source", metavar="SRC", help="Hugging Face folder, .safetensors or .gguf file")
+    parser.add_argument("destination", metavar="DST", help="new or empty folder, or that of a conversion to go on with")
+    defaults = Settings()
+    parser.add_argument(
+        "--experts",
+        default=defaults.experts,
+        metavar="NAME",
+        help="format of the routed experts, such as e8, int4-g64 or int8; source keeps what the source has "
+        "(default %(default)s)",
+    )
+    parser.add_argument(
+        "--dense", default=defaults.dense, metavar="NAME", help="format of other matrices (default %(default)s)"
+    )
+    parser.add_argument("--keep", metavar="REGEX", help="tensors in whose names this is found stay float32")
+    parser.add_argument(
+        "--fallback",
+        default=defaults.fallback,
+        metavar="NAME",
+        help="format of experts whose rows E8 would pad to more bytes than this one takes (default %(default)s)",
+    )
+    parser.add_argument(
+        "--shard-size",
+        type=_size,
+        default=defaults.shard_bytes,
+        metavar="BYTES",
+        help="such as 500M or 4G (default 2G)",
+    )
+    parser.add_argument("--jobs", type=_jobs, default=1, metavar="N", help="parts to work on at once (default 1)")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be written")
+    add_options(parser)
+
+
+def command(options: argparse.Namespace) -> int:
+    """The command itself; returns the exit code."""
+    check_output(options)
+    settings = Settings(options.experts, options.dense, options.keep, options.fallback, options.shard_size)
+    # disable=None: no bar where standard error is not a terminal.
+    with tqdm(desc="convert", unit="weight", unit_scale=True, disable=None, leave=False) as bar:
+
+        def progress(done: int, total: int) -> None:
+            if bar.total is None:
+                bar.reset(total)
+                bar.initial = bar.n = done  # what an earlier run did says nothing about the rate
+            bar.update(done - bar.n)
+
+        report = convert(
+            options.source,
+            options.destination,
+            settings,
+            jobs=options.jobs,
+            dry_run=options.dry_run,
+            progress=progress,
+        )
+    for warning in report.warnings:
+        say(f"pycoli convert: warning: {warning}", sys.stderr)
+    write_report(_as_json(report, options), _as_text(report, options), options)
+    return RIGHT
+
+
+def _as_json(report: Report, options: argparse.Namespace) -> dict:
+    return {
+        "source": options.source,
+        "destination": options.destination,
+        "dry_run": options.dry_run,
+        "shards": len(report.plan.shards),
+        "resumed_shards": report.resumed,
+        "bytes": report.plan.nbytes,
+        "bytes_free": report.free,
+        "seconds": report.seconds,
+        "kinds": [
+            {
+                "kind": kind,
+                "format": fmt,
+                "tensors": loss.tensors,
+                "weights": loss.weights,
+                "bytes": loss.nbytes,
+                "bits_per_weight": _bits(loss),
+                "nmse": None if options.dry_run else loss.nmse,
+            }
+            for kind, fmt, loss in _by_kind(report)
+        ],
+        "warnings": report.warnings,
+    }
+
+
+def _as_text(report: Report, options: argparse.Namespace) -> str:
+    lines, total = [], Loss()
+    for kind, fmt, loss in _by_kind(report):
+        lines.append(loss_line(kind, fmt, loss, options.dry_run))
+        total.add(loss)
+    lines.append(loss_line("total", "", total, options.dry_run))
+    shards = f"{len(report.plan.shards)} files, {report.plan.nbytes:,} bytes"
+    if options.dry_run:
+        facts = [("would write", [f"{shards}; {report.free:,} bytes are free"])]
+    else:
+        resumed = f", {report.resumed} of them finished before" if report.resumed else ""
+        facts = [("container", [f"{options.destination}: {shards}{resumed}, {report.seconds:.1f} s"])]
+    header = ["kind", "format", "tensors", "weights", "bytes", "bits/weight", "NMSE"]
+    return "\n\n".join([table(header, lines), sections(facts)])
+
+
+def loss_line(kind: str, fmt: str, loss: Loss, planned: bool = False) -> list[str]:
+    """A line of the table: what matrices of a kind take and lose."""
+    nmse = "" if planned or not loss.energy else f"{loss.nmse:.3g}"
+    return [kind, fmt, f"{loss.tensors:,}", f"{loss.weights:,}", f"{loss.nbytes:,}", f"{_bits(loss):.4f}", nmse]
+
+
+def _by_kind(report: Report) -> list[tuple[str, str, Loss]]:
+    return [(*key.split("|"), loss) for key, loss in sorted(report.losses.items())]
+
+
+def _bits(loss: Loss) -> float:
+    return 8 * loss.nbytes / loss.weights if loss.weights else 0.0
+
+
+def _size(text: str) -> int:
+    factor = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}.get(text[-1:].upper(), 1)
+    digits = text[:-1] if factor > 1 else text
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 16 and int(digits) > 0):
+        raise argparse.ArgumentTypeError(f"expected a number of bytes such as 500M or 4G, got {text}")
+    return int(digits) * factor
+
+
+def _jobs(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) <= 256):
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to 256, got {text}")
+    return int(text)

@@ -1,0 +1,233 @@
+"""Conversion of models to containers: convert().
+
+The layout of what is written is described in docs/containers.md.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .._json import parse_json, positive_integer
+from ..errors import ArgumentError, CheckpointError, StateError
+from .manifest import LOCK, Manifest
+from .plan import Plan, Settings, make_plan
+from .shard import Loss, replace_file, write_shard
+from .source import CheckpointSource, Source
+
+__all__ = ["Report", "Settings", "convert", "open_source"]
+
+_MANIFEST_ROOM = 2**20
+"""Bytes that are left for the manifest and small files."""
+
+
+@dataclass
+class Report:
+    """What a conversion did, or would do.
+
+    Attributes
+    ----------
+    plan : Plan
+    losses : dict
+        Loss by "kind|format"; of a dry run without errors.
+    needed, free : int
+        Bytes that were still to be written at the start, and free on the disk then.
+    resumed : int
+        Shards that were finished already.
+    seconds : float
+    warnings : list of str
+    """
+
+    plan: Plan
+    losses: dict[str, Loss] = field(default_factory=dict)
+    needed: int = 0
+    free: int = 0
+    resumed: int = 0
+    seconds: float = 0.0
+    warnings: list[str] = field(default_factory=list)
+
+
+def open_source(path: str | os.PathLike) -> Source:
+    """What convert() reads from: a Hugging Face folder, or a .safetensors file. CheckpointError for others."""
+    return CheckpointSource(Path(path))
+
+
+def convert(
+    source: str | os.PathLike | Source,
+    destination: str | os.PathLike,
+    settings: Settings | None = None,
+    *,
+    jobs: int = 1,
+    dry_run: bool = False,
+    progress: Callable[[int, int], object] | None = None,
+) -> Report:
+    """Makes a container of a model.
+
+    Every file appears whole or not at all, and a manifest says which are finished: after a crash the same call goes on.
+    Memory does not grow with the model: a few megabytes of each matrix are worked on at a time.
+
+    Parameters
+    ----------
+    source : path or Source
+        See open_source().
+    destination : str or Path
+        A new or empty folder, or that of a conversion with the same settings.
+    settings : Settings
+        The formats.
+    jobs : int
+        Parts of matrices that are worked on at once, in threads.
+    dry_run : bool
+        Only plan; nothing is written.
+    progress : callable, optional
+        Called with the numbers of weights that are done and that there are.
+
+    Returns
+    -------
+    Report
+
+    Raises
+    ------
+    CheckpointError
+        The source cannot be used (the text names the tensor), the destination holds something else, or has not enough
+        room.
+    ArgumentError
+        jobs is below 1, or the destination lies in the source.
+    StateError
+        Another conversion is writing to the destination.
+    """
+    if type(jobs) is not int or jobs < 1:
+        raise ArgumentError(f"jobs: expected a number above 0, got {jobs!r}")
+    settings = settings or Settings()
+    source = source if isinstance(source, Source) else open_source(source)
+    destination = Path(destination)
+    _check_apart(source.path, destination)
+    started = time.monotonic()
+    companions = source.companions()
+    plan = make_plan(source, settings, _layer_count(companions.get("config.json")))
+    manifest = Manifest.open(destination, settings, source.fingerprint())
+    report = Report(plan, warnings=list(plan.warnings))
+    if dry_run:
+        report.needed, report.free = plan.nbytes, _free_bytes(destination)
+        report.losses = _planned_losses(plan)
+        return report
+    created = not destination.exists()
+    destination.mkdir(parents=True, exist_ok=True)
+    try:
+        with _locked(destination):
+            manifest = Manifest.open(destination, settings, manifest.source)  # as it is now that nobody else writes
+            _run(plan, manifest, companions, report, destination, jobs, progress or (lambda done, total: None))
+    except BaseException:
+        if created and not manifest.path.exists():
+            shutil.rmtree(destination, ignore_errors=True)
+        raise
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def _run(
+    plan: Plan,
+    manifest: Manifest,
+    companions: dict[str, bytes | Path],
+    report: Report,
+    folder: Path,
+    jobs: int,
+    progress: Callable[[int, int], object],
+) -> None:
+    """Writes what is not finished yet."""
+    done = {shard.name for shard in plan.shards if manifest.is_done(shard, folder)}
+    damaged = sorted(manifest.shards.keys() - done)
+    if damaged:
+        report.warnings.append(f"{', '.join(damaged)}: not what the manifest says, and written again")
+    manifest.shards = {name: manifest.shards[name] for name in done}
+    to_do = [shard for shard in plan.shards if shard.name not in done]
+    report.resumed, report.needed, report.free = len(done), sum(s.file_bytes for s in to_do), _free_bytes(folder)
+    if to_do and report.needed + _MANIFEST_ROOM > report.free:
+        raise CheckpointError(f"{folder}: {report.needed:,} bytes are needed, but only {report.free:,} are free")
+    for leftover in folder.glob("*.partial"):
+        leftover.unlink()
+    if to_do or not manifest.complete:
+        manifest.complete = False
+        manifest.save()
+    total = sum(_weights(shard) for shard in plan.shards)
+    finished = total - sum(_weights(shard) for shard in to_do)
+    progress(finished, total)
+
+    def advance(weights: int) -> None:
+        nonlocal finished
+        finished += weights
+        progress(finished, total)
+
+    with ThreadPoolExecutor(jobs, "convert") as pool:
+        for shard in to_do:
+            manifest.shards[shard.name] = write_shard(shard, folder, pool, jobs, advance)
+            manifest.save()
+    for _, result in sorted(manifest.shards.items()):  # always the same order, so that sums have the same bits
+        for key, loss in result.losses.items():
+            report.losses.setdefault(key, Loss()).add(loss)
+    for name, content in companions.items():
+        replace_file(folder / name, content if isinstance(content, bytes) else content.read_bytes())
+    if not manifest.complete:
+        manifest.complete = True
+        manifest.save()
+
+
+def _weights(shard) -> int:
+    return sum(one.tensor.row_count * one.tensor.columns for one in shard.tensors)
+
+
+def _planned_losses(plan: Plan) -> dict[str, Loss]:
+    losses: dict[str, Loss] = {}
+    for shard in plan.shards:
+        for one in shard.tensors:
+            nbytes = one.nbytes[0] + (one.nbytes[1] if one.fmt != "e8" else 0)
+            loss = Loss(1, one.tensor.row_count * one.tensor.columns, nbytes)
+            losses.setdefault(f"{one.kind}|{one.fmt}", Loss()).add(loss)
+    return losses
+
+
+def _layer_count(config: bytes | Path | None) -> int | None:
+    """Layers of the model proper, as its configuration says."""
+    if config is None:
+        return None
+    content = parse_json(config if isinstance(config, bytes) else config.read_bytes(), "config.json")
+    text_config = content.get("text_config")
+    sizes = {**content, **text_config} if isinstance(text_config, dict) else content
+    return positive_integer(sizes, "config.json", "num_hidden_layers")
+
+
+def _check_apart(source: Path, destination: Path) -> None:
+    source, destination = source.resolve(), destination.resolve()
+    if destination == source or source in destination.parents or destination in source.parents:
+        raise ArgumentError(f"{destination}: expected a folder that neither holds the source nor lies in it")
+    if destination.exists() and not destination.is_dir():
+        raise ArgumentError(f"{destination}: expected a folder, got a file")
+
+
+def _free_bytes(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.absolute().parent
+    return shutil.disk_usage(folder).free
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other conversions out of a folder; the system ends that with the process, however it ends."""
+    with open(folder / LOCK, "a+b") as file:
+        try:
+            if os.name == "posix":
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            else:
+                import msvcrt
+
+                msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        except OSError:
+            raise StateError(f"{folder}: another conversion is writing there") from None
+        yield

@@ -1,0 +1,144 @@
+"""Comparison of a container with what it was made from: verify()."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..container import Container
+from ..errors import ArgumentError, CheckpointError
+from ..layout import SCALES_SUFFIX
+from ..weights import format_feature
+from .plan import kind_of
+from .shard import Loss, digest, row_chunks, squared_error
+from .source import Source, SourceTensor
+
+__all__ = ["NMSE_LIMITS", "TensorResult", "verify"]
+
+NMSE_LIMITS = {
+    "f32": 0.0,
+    "int8": 2e-3,
+    "fp8-e4m3-b128": 5e-3,
+    "mxfp4": 0.05,
+    "int4": 0.08,
+    "int4-g64": 0.08,
+    "e8": 0.08,
+    "int3-g64": 0.15,
+    "int2": 1.0,
+}
+"""Error energy over weight energy above which a matrix counts as wrong: several times what the formats lose on Gaussian
+weights, so that rows with outliers pass."""
+
+
+@dataclass
+class TensorResult:
+    """What verify() found of one tensor. `problem` says what is wrong, None if nothing is."""
+
+    name: str
+    kind: str
+    fmt: str
+    loss: Loss
+    largest: float  # absolute difference
+    problem: str | None
+
+
+def verify(
+    container: str | os.PathLike | Container,
+    source: Source,
+    *,
+    limit: float | None = None,
+    progress: Callable[[str], object] | None = None,
+) -> Iterator[TensorResult]:
+    """Decodes the tensors of a container one after the other and compares them with the source's.
+
+    Parameters
+    ----------
+    limit : float, optional
+        NMSE above which an encoded matrix is wrong, in place of NMSE_LIMITS.
+
+    Yields
+    ------
+    TensorResult
+        For every tensor of either side.
+
+    Raises
+    ------
+    CheckpointError
+        The container or the source as a whole cannot be read. What is wrong with one tensor is a problem in its result.
+    """
+    if limit is not None and not limit >= 0:
+        raise ArgumentError(f"limit: expected a number of at least 0, got {limit!r}")
+    container = container if isinstance(container, Container) else Container(container)
+    seen = set()
+    for tensor in source.tensors():
+        seen.add(tensor.name)
+        yield _compare(container, tensor, limit)
+        if progress:
+            progress(tensor.name)
+    for name in container.names():
+        if name not in seen:
+            yield TensorResult(name, "other", "?", Loss(), 0.0, "the source has no such tensor")
+
+
+def _compare(container: Container, tensor: SourceTensor, limit: float | None) -> TensorResult:
+    result = TensorResult(tensor.name, kind_of(tensor), "?", Loss(tensors=1), 0.0, None)
+    try:
+        file = container.file(tensor.name)
+        result.problem = _changed(container, tensor.name)
+        if file.dtype(tensor.name) == "U8" and tensor.is_float:
+            _compare_encoded(container, tensor, limit, result)
+        else:
+            _compare_exact(container, tensor, result)
+    except CheckpointError as error:
+        result.problem = str(error)
+    return result
+
+
+def _changed(container: Container, name: str) -> str | None:
+    """Whether a tensor or its scales are not what their checksum says."""
+    for part in (name, name + SCALES_SUFFIX):
+        if part in container and (stated := container.checksum(part)):
+            file = container.file(part)
+            if digest(file.path, file.offset(part), file.nbytes(part)) != stated:
+                return f"{part} is not what its checksum says"
+    return None
+
+
+def _compare_encoded(container: Container, tensor: SourceTensor, limit: float | None, result: TensorResult) -> None:
+    if len(tensor.shape) != 2:
+        raise CheckpointError(f"{tensor.name}: encoded, but {list(tensor.shape)} in the source")
+    stored = container.stored(tensor.name, (tensor.shape[0], tensor.shape[1]))
+    result.fmt, loss = stored.encoding.fmt, result.loss
+    loss.weights, loss.nbytes = tensor.row_count * tensor.columns, stored.nbytes
+    for first, last in row_chunks(*stored.shape):
+        original, decoded = tensor.rows(first, last), stored.weights(first, last).decode()
+        error, energy = squared_error(original, decoded)
+        loss.error, loss.energy = loss.error + error, loss.energy + energy
+        result.largest = max(result.largest, float(np.abs(decoded - original).max()))
+    allowed = NMSE_LIMITS[format_feature(result.fmt)] if limit is None else limit
+    if not loss.nmse <= allowed:
+        result.problem = result.problem or f"NMSE {loss.nmse:.3g}, above the limit of {allowed:g}"
+
+
+def _compare_exact(container: Container, tensor: SourceTensor, result: TensorResult) -> None:
+    file = container.file(tensor.name)
+    result.fmt = file.dtype(tensor.name).lower()
+    result.loss.weights, result.loss.nbytes = tensor.row_count * tensor.columns, file.nbytes(tensor.name)
+    if file.shape(tensor.name) != tensor.shape:
+        raise CheckpointError(
+            f"{tensor.name}: expected shape {list(tensor.shape)}, got {list(file.shape(tensor.name))}"
+        )
+    if not tensor.is_float:
+        same = file.dtype(tensor.name) == tensor.dtype and np.array_equal(file.data(tensor.name), tensor.raw())
+        result.problem = result.problem or (None if same else "its bytes differ from the source's")
+        return
+    rows = file.view(tensor.name).reshape(tensor.row_count, tensor.columns)
+    for first, last in row_chunks(tensor.row_count, tensor.columns):
+        original, stored = tensor.rows(first, last), rows[first:last].astype(np.float32)
+        if not np.array_equal(original, stored, equal_nan=True):
+            result.problem = result.problem or "its values differ from the source's"
+            with np.errstate(invalid="ignore"):
+                result.largest = max(result.largest, float(np.nanmax(np.abs(stored - original))))

@@ -1,0 +1,569 @@
+"""Whole MoE layers: Router, MoELayer, and place() and repin() for the layers of a model together."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from os import environ
+
+import numpy as np
+
+from ._arrays import as_array, as_float32, as_matrix, as_rows, floats
+from ._lib import check, ffi, lib, text
+from .backend import Backend
+from .device import Device, parse_device
+from .errors import ArgumentError, DeviceError, DtypeError, FreedError, ShapeError, StateError
+from .placement import default_backend
+from .products import check_expert
+from .weights import Weights, encode, published_codebook
+
+RESERVE = 2 << 30
+"""Bytes that an automatic budget leaves free on a device, for activations and attention caches."""
+
+_KINDS = {"softmax": "COLI_ROUTER_SOFTMAX", "sigmoid": "COLI_ROUTER_SIGMOID"}
+_PATHS = ("issue", "group", "single", "cpu")
+_TRIPLE = ("gate", "up", "down")
+
+
+class Router:
+    """Chooses the experts of each row.
+
+    Parameters
+    ----------
+    weight : float32 [E, D]
+        Logits are ``x @ weight.T``. float16 and bfloat16 are converted exactly.
+    top_k : int
+        K experts a row.
+    kind : "softmax" or "sigmoid"
+        How logits become scores: over all experts (OLMoE, Qwen3-MoE, Mixtral), or each by itself (DeepSeek-V3, GLM).
+    renormalise : bool
+        Whether the K weights of a row are divided by their sum.
+    groups, top_groups : int
+        With groups > 0, the experts are that many equal groups of neighbours, and a row uses the best top_groups of
+        them. A group counts by its best score with "softmax", by the sum of its two best with "sigmoid", bias included.
+    bias : float32 [E], optional
+        Added to the scores for the choice alone, not to the weights.
+    scale : float
+        Factor of all weights.
+
+    Raises
+    ------
+    ArgumentError, DtypeError, ShapeError, NotFiniteError
+    """
+
+    def __init__(
+        self,
+        weight,
+        top_k: int,
+        *,
+        kind: str = "softmax",
+        renormalise: bool = False,
+        groups: int = 0,
+        top_groups: int = 0,
+        bias=None,
+        scale: float = 1.0,
+    ):
+        if kind not in _KINDS:
+            raise ArgumentError(f"kind must be {' or '.join(map(repr, _KINDS))}, got {kind!r}")
+        self.weight = as_matrix(weight, "weight")
+        self._matrix = encode(self.weight, "f32")
+        self._bias = None if bias is None else as_float32(bias, "bias").copy()
+        if self._bias is not None and self._bias.shape != (len(self.weight),):
+            raise ShapeError(f"bias must be [{len(self.weight)}], got shape {list(self._bias.shape)}")
+        self._router = ffi.new("coli_router *")
+        self._router.kind = getattr(lib, _KINDS[kind])
+        self._router.experts = len(self.weight)
+        self._router.top_k = _whole(top_k, "top_k")
+        self._router.renormalise = bool(renormalise)
+        self._router.groups = _whole(groups, "groups")
+        self._router.top_groups = _whole(top_groups, "top_groups")
+        self._router.bias = ffi.NULL if self._bias is None else ffi.cast("float *", self._bias.ctypes.data)
+        self._router.scale = scale
+        check(lib.coli_route(self._router, ffi.NULL, 0, ffi.NULL, ffi.NULL))
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self._router.experts
+
+    @property
+    def dim(self) -> int:
+        """D."""
+        return self.weight.shape[1]
+
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return self._router.top_k
+
+    def __call__(self, x) -> tuple[np.ndarray, np.ndarray]:
+        """Rows float32 [..., D] to the ids int32 [..., K] of their experts, best first, and weights float32 [..., K].
+
+        Raises
+        ------
+        DtypeError, ShapeError
+        NotFiniteError
+            Names the row and the expert whose logit is not finite.
+        """
+        rows, leading = as_rows(x, self.dim, "x")
+        logits = np.empty((len(rows), self.experts), np.float32)
+        check(lib.coli_matmul(self._matrix._matrix, floats(rows), len(rows), floats(logits)))
+        ids, weights = self.choose(logits)
+        return ids.reshape(*leading, self.top_k), weights.reshape(*leading, self.top_k)
+
+    def choose(self, logits) -> tuple[np.ndarray, np.ndarray]:
+        """The same for logits float32 [S, E]."""
+        logits = as_float32(logits, "logits")
+        if logits.ndim != 2 or logits.shape[1] != self.experts:
+            raise ShapeError(f"logits must be [S, {self.experts}], got shape {list(logits.shape)}")
+        ids = np.empty((len(logits), self.top_k), np.int32)
+        weights = np.empty(ids.shape, np.float32)
+        check(lib.coli_route(self._router, floats(logits), len(logits), _ints(ids), floats(weights)))
+        return ids, weights
+
+
+class MoELayer:
+    """The experts of a layer, on GPUs as far as a budget goes and on the CPU, computed together.
+
+    Whatever fails on a GPU is computed on the next path, down to the CPU; stats() tells. One layer's calls take turns;
+    those of different layers may run at once. Free it with free(), or use it as a context manager.
+
+    Parameters
+    ----------
+    experts : sequence of (gate, up, down)
+        Weights: gate and up [H, D], down [D, H], one H and D for all, in any formats.
+    router : Router, optional
+        For calls without ids.
+    shared : (gate, up, down), optional
+        An expert that every row passes; its H may differ.
+    devices : None, "cpu", a device, or a sequence of devices
+        Where experts may be placed. None is every GPU there is; `why_cpu` says why one is on the CPU.
+    vram_budget : int or mapping of devices to int, optional
+        Bytes of each device for the layer's experts. None is what is free, less `reserve`.
+    reserve : int
+        Bytes that an automatic budget leaves free.
+    reread : callable int -> (gate, up, down), optional
+        Gives the Weights of an expert again (len(experts): the shared one). With it, the layer keeps no host copies of
+        experts that are on a GPU.
+
+    Attributes
+    ----------
+    dim : int
+        D.
+    router : Router or None
+
+    Raises
+    ------
+    ArgumentError, DtypeError, ShapeError, FormatError
+    DeviceError, BackendError
+        A device that `devices` names cannot be used.
+    """
+
+    def __init__(
+        self,
+        experts: Sequence,
+        router: Router | None = None,
+        shared=None,
+        devices=None,
+        vram_budget=None,
+        *,
+        reserve: int = RESERVE,
+        reread: Callable[[int], Sequence[Weights]] | None = None,
+    ):
+        self._layer = None
+        triples = [_triple(expert, f"experts[{i}]") for i, expert in enumerate(_listed(experts, "experts"))]
+        triples += [] if shared is None else [_triple(shared, "shared")]
+        self._count = len(triples) - (shared is not None)
+        if not triples:
+            raise ArgumentError("a layer needs at least 1 expert, got none")
+        self.dim = triples[0][0].shape[1]
+        self.router = _checked_router(router, self._count, self.dim)
+        self._host = _HostCopies(triples, reread)
+        self._layer = self._created(triples, shared is not None)
+        place([self], devices, vram_budget, reserve=reserve)
+
+    def _created(self, triples, has_shared: bool):
+        structs = ffi.new("coli_expert[]", len(triples))
+        for struct, triple in zip(structs, triples, strict=True):
+            for name, weights in zip(_TRIPLE, triple, strict=True):
+                setattr(struct, name, weights._matrix[0])
+        layer = ffi.new("coli_moe **")
+        shared = structs + self._count if has_shared else ffi.NULL
+        check(lib.coli_moe_create(structs, self._count, shared, self._host.struct, layer))
+        _LIVE.add(self._host)
+        return ffi.gc(layer[0], partial(_free, self._host))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __call__(self, x, ids=None, weights=None, shared_weights=None) -> np.ndarray:
+        """Rows through their experts: float32 [..., D].
+
+        Parameters
+        ----------
+        x : float32 [..., D]
+            Plain activations.
+        ids, weights : whole numbers and float32 [..., K], optional
+            The experts of each row, -1 for none, and their factors; by default what the router says. Pairs of weight 0
+            are not computed.
+        shared_weights : float32 [...], optional
+            Factors of the shared expert; 1 by default.
+
+        Raises
+        ------
+        DtypeError, ShapeError, ArgumentError, FreedError
+        StateError
+            `reread` failed, and the expert was needed on the CPU.
+        """
+        handle = self._live()
+        rows, leading = as_rows(x, self.dim, "x")
+        if ids is None:
+            ids, weights = self._routed(rows, weights)
+        ids, weights = _pairs(ids, weights, len(rows))
+        factors = None if shared_weights is None else as_float32(shared_weights, "shared_weights").reshape(-1)
+        if factors is not None and len(factors) != len(rows):
+            raise ShapeError(f"shared_weights must be one for each of {len(rows)} rows, got {len(factors)}")
+        y = np.empty_like(rows)
+        factors = ffi.NULL if factors is None else floats(factors)
+        with self._turns():
+            status = lib.coli_moe_forward(
+                handle, floats(rows), len(rows), _ints(ids), floats(weights), ids.shape[1], factors, floats(y)
+            )
+        self._host.check(status)
+        return y.reshape(*leading, self.dim)
+
+    def _routed(self, rows, weights):
+        if weights is not None:
+            raise ArgumentError("weights need ids beside them")
+        if self.router is None:
+            raise ArgumentError("the layer has no router: pass ids and weights, or give it one")
+        return self.router(rows)
+
+    def place(self, devices=None, vram_budget=None, *, reserve: int = RESERVE) -> None:
+        """Uploads experts that are on the CPU, hottest first, as far as the budget goes. See place()."""
+        place([self], devices, vram_budget, reserve=reserve)
+
+    def unplace(self) -> None:
+        """Takes all experts off the GPUs."""
+        self._host.check(lib.coli_moe_unplace(self._live()))
+
+    def repin(self, hysteresis: float = 0.25, most_swaps: int = 0) -> dict:
+        """Swaps cold experts on GPUs for hot ones on the CPU. See repin()."""
+        return repin([self], hysteresis, most_swaps)
+
+    @property
+    def where(self) -> list[str]:
+        """The device of each expert, "cpu" or "cuda:0"; last that of the shared one, where there is one."""
+        handle = self._live()
+        ordinals = [lib.coli_moe_device_of(handle, i) for i in range(self._host.count)]
+        return ["cpu" if ordinal < 0 else f"cuda:{ordinal}" for ordinal in ordinals]
+
+    def why_cpu(self, expert: int) -> str | None:
+        """Why an expert is on the CPU, or was computed there last; None while a GPU does the work."""
+        handle, expert = self._live(), _whole(expert, "expert")
+        if not 0 <= expert < self._host.count:
+            raise ArgumentError(f"expert must be 0 ... {self._host.count - 1}, got {expert}")
+        return _text(lambda buffer, size: lib.coli_moe_why_cpu(handle, expert, buffer, size))
+
+    @property
+    def heat(self) -> np.ndarray:
+        """Rows that each expert has computed, older ones counting less: float64 [E]. May be set to an earlier run's."""
+        heat = np.empty(self._count)
+        check(lib.coli_moe_heat(self._live(), ffi.from_buffer("double[]", heat)))
+        return heat
+
+    @heat.setter
+    def heat(self, values) -> None:
+        heat = np.array(as_array(values, "heat"), np.float64)
+        if heat.shape != (self._count,):
+            raise ShapeError(f"heat must be [{self._count}], got shape {list(heat.shape)}")
+        check(lib.coli_moe_set_heat(self._live(), ffi.from_buffer("double[]", heat)))
+
+    def set_half_life(self, rows: float) -> None:
+        """After so many rows of the layer, a use counts half; 0: never. 4096 at first."""
+        check(lib.coli_moe_set_half_life(self._live(), rows))
+
+    def stats(self) -> dict:
+        """What was done where: {"total": ..., "last": ..., "last_failure": str or None}.
+
+        "total" is since the layer was made, "last" the last call alone. Each has calls, rows, rotations, cpu_bytes and
+        seconds by stage; by path ("issue", "group", "single", "cpu") the experts, their rows ("pairs"), and how many
+        the path failed on; and "repinned" with the swaps.
+        """
+        handle = self._live()
+        total, last = ffi.new("coli_moe_stats *"), ffi.new("coli_moe_stats *")
+        check(lib.coli_moe_get_stats(handle, total, last))
+        failure = _text(lambda buffer, size: lib.coli_moe_last_failure(handle, buffer, size))
+        return {"total": _stats(total), "last": _stats(last), "last_failure": failure}
+
+    def free(self) -> None:
+        """Frees what is on GPUs. A second call does nothing."""
+        layer, self._layer = self._layer, None
+        if layer is not None:
+            ffi.release(layer)
+
+    def _live(self):
+        if self._layer is None:
+            raise FreedError(f"the layer of {self._count} experts has been freed")
+        return self._layer
+
+    def _turns(self) -> ExitStack:
+        """The turns of all devices, for libraries that do not keep calls apart themselves."""
+        stack = ExitStack()
+        backend = self._host.backend
+        if backend and not backend.has("abi_version"):
+            stack.enter_context(backend._all_devices())
+        return stack
+
+    def _join(self, backend: Backend) -> None:
+        """Has the layer taken off the GPUs before the backend is shut down."""
+        if self._host.backend not in (None, backend):
+            raise DeviceError(f"the layer has been placed through {self._host.backend.path}, not {backend.path}")
+        if self._host.has_e8 and backend.e8_codebook != published_codebook():
+            raise StateError("the devices decode E8 with another codebook (see Backend.set_e8_codebook)")
+        self._host.backend = backend
+        backend._layers.add(self)
+
+    def _e8_on_gpus(self) -> int:
+        """Experts on GPUs, if there may be an E8 matrix among theirs."""
+        return sum(name != "cpu" for name in self.where) if self._layer is not None and self._host.has_e8 else 0
+
+    def __enter__(self) -> MoELayer:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.free()
+
+    def __repr__(self) -> str:
+        if self._layer is None:
+            return f"<MoELayer of {self._count} experts, freed>"
+        where = self.where
+        places = ", ".join(f"{where.count(name)} on {name}" for name in dict.fromkeys(where))
+        return f"<MoELayer of {self._count} experts [{self.dim}]: {places}>"
+
+
+def place(layers: Sequence[MoELayer], devices=None, vram_budget=None, *, reserve: int = RESERVE) -> None:
+    """Uploads the experts of all these layers, hottest first, to the device with the most room left.
+
+    An expert is uploaded whole or not at all, and those that are on a GPU stay there. Not being able to place is no
+    error: MoELayer.why_cpu() says why.
+
+    Parameters
+    ----------
+    layers : sequence of MoELayer
+    devices, vram_budget, reserve
+        As for MoELayer; a budget is for the experts of all these layers together.
+
+    Raises
+    ------
+    ArgumentError, DtypeError, FreedError
+    DeviceError, BackendError
+        A device that is named cannot be used.
+    """
+    handles = _handles(layers)
+    targets = _targets(devices)
+    budgets = [_budget(vram_budget, target) for target in targets]
+    if not targets:
+        return
+    backend = targets[0].backend
+    structs = ffi.new("coli_moe_device[]", [(d.ordinal, b) for d, b in zip(targets, budgets, strict=True)])
+    with backend._start_lock:  # it is not shut down meanwhile
+        backend._start()
+        for layer in layers:
+            layer._join(backend)
+        check(
+            lib.coli_moe_place(
+                handles, len(handles), backend._handle, structs, len(targets), _whole(reserve, "reserve")
+            )
+        )
+
+
+def repin(layers: Sequence[MoELayer], hysteresis: float = 0.25, most_swaps: int = 0) -> dict:
+    """Swaps the coldest experts on GPUs for the hottest on the CPU, in place, where formats and shapes are the same.
+
+    Parameters
+    ----------
+    layers : sequence of MoELayer
+    hysteresis : float
+        A swap needs a heat above (1 + hysteresis) times that of the expert that leaves.
+    most_swaps : int
+        0: no limit.
+
+    Returns
+    -------
+    dict
+        swaps, failed, bytes, seconds.
+    """
+    handles = _handles(layers)
+    result = ffi.new("coli_moe_repinned *")
+    check(lib.coli_moe_repin(handles, len(handles), hysteresis, _whole(most_swaps, "most_swaps"), result))
+    return _fields(result[0])
+
+
+_LIVE: set[_HostCopies] = set()
+"""Of the layers that were not freed yet: C code may still call or read them, whatever is collected first."""
+
+
+def _free(host: _HostCopies, layer) -> None:
+    lib.coli_moe_free(layer)
+    _LIVE.discard(host)
+
+
+class _HostCopies:
+    """What a layer in C relies on: its GPU library, and the Weights, kept, or got again by a function when needed."""
+
+    def __init__(self, triples, reread):
+        self.count = len(triples)
+        self.backend: Backend | None = None
+        self.has_e8 = any(w.fmt == "e8" for triple in triples for w in triple)
+        self._kinds = [[(w.fmt, w.shape, w.rotated) for w in triple] for triple in triples]
+        self._held = dict(enumerate(triples))
+        self._reread = reread
+        self._error: BaseException | None = None
+        self.struct = ffi.NULL
+        if reread is None:
+            return
+        if not callable(reread):
+            raise DtypeError(f"reread must be callable, got {type(reread).__name__}")
+        self._held.clear()
+        self._acquire = ffi.callback("int(void *, int, coli_expert *)", self._acquired)
+        self._release = ffi.callback("void(void *, int)", self._released)
+        self.struct = ffi.new("coli_moe_host *", [self._acquire, self._release, ffi.NULL])
+
+    def check(self, status: int) -> None:
+        """Raises what a call of the layer reports, with the exception of reread() as its cause."""
+        error, self._error = self._error, None
+        try:
+            check(status)
+        except Exception as failure:
+            raise failure from error
+
+    def _acquired(self, _, expert: int, struct) -> int:
+        try:
+            triple = _triple(self._reread(expert), f"reread({expert})")
+            kinds = [(w.fmt, w.shape, w.rotated) for w in triple]
+            if kinds != self._kinds[expert]:
+                raise ShapeError(f"reread({expert}) must give {self._kinds[expert]}, got {kinds}")
+        except BaseException as error:  # of the caller's function: it must not be lost in C
+            self._error = error
+            return 0
+        self._held[expert] = triple
+        for name, weights in zip(_TRIPLE, triple, strict=True):
+            matrix = getattr(struct, name)
+            matrix.weights, matrix.scales = weights._matrix.weights, weights._matrix.scales
+        return 1
+
+    def _released(self, _, expert: int) -> None:
+        self._held.pop(expert, None)
+
+
+def _triple(expert, what: str) -> tuple[Weights, Weights, Weights]:
+    expert = tuple(_listed(expert, what))
+    if len(expert) != 3:
+        raise ShapeError(f"{what} must be (gate, up, down), got {len(expert)} matrices")
+    for matrix, name in zip(expert, _TRIPLE, strict=True):
+        if not isinstance(matrix, Weights):
+            raise DtypeError(f"{what}: {name} must be Weights, which the layer uploads, got {type(matrix).__name__}")
+    check_expert(*expert)
+    return expert
+
+
+def _listed(values, what: str) -> list:
+    try:
+        return list(values)
+    except TypeError:
+        raise DtypeError(f"{what} must be a sequence, got {type(values).__name__}") from None
+
+
+def _checked_router(router, count: int, dim: int) -> Router | None:
+    if router is None:
+        return None
+    if not isinstance(router, Router):
+        raise DtypeError(f"router must be a Router, got {type(router).__name__}")
+    if (router.experts, router.dim) != (count, dim):
+        raise ShapeError(f"router must be for [{count}, {dim}], got {[router.experts, router.dim]}")
+    return router
+
+
+def _pairs(ids, weights, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    ids = as_array(ids, "ids")
+    if ids.dtype.kind not in "iu":
+        raise DtypeError(f"ids must be whole numbers, got {ids.dtype.name}")
+    if weights is None:
+        raise ArgumentError("ids need weights beside them")
+    weights = as_float32(weights, "weights")
+    if ids.ndim < 1 or ids.size % max(rows, 1) or ids.shape != weights.shape:
+        raise ShapeError(
+            f"ids and weights must be [..., K] for {rows} rows, got {list(ids.shape)}, {list(weights.shape)}"
+        )
+    top_k = ids.shape[-1]
+    if ids.size != rows * top_k:
+        raise ShapeError(f"ids must be [..., K] for {rows} rows, got shape {list(ids.shape)}")
+    limits = np.iinfo(np.int32)
+    if ids.size and not (limits.min <= ids.min() and ids.max() <= limits.max):
+        raise ArgumentError(f"ids must be numbers of experts, got {ids.min()} ... {ids.max()}")
+    return np.ascontiguousarray(ids.reshape(rows, top_k), np.int32), weights.reshape(rows, top_k)
+
+
+def _targets(devices) -> list[Device]:
+    """The GPUs that an argument `devices` means; none for the CPU."""
+    if devices is None:
+        backend, _ = default_backend(environ.get("COLI_CUDA_LIB"))
+        return [Device(name, backend) for name in backend.devices()] if backend else []
+    single = isinstance(devices, (str, int, Device))
+    listed = [devices] if single else _listed(devices, "devices")
+    targets = [Device(d) for d in listed if parse_device(d) is not None]
+    for target in targets[1:]:
+        if target.backend is not targets[0].backend:
+            raise DeviceError("the devices of a placement must be of one GPU library")
+    return targets
+
+
+def _budget(vram_budget, target: Device) -> int:
+    if isinstance(vram_budget, Mapping):
+        vram_budget = next((b for device, b in vram_budget.items() if parse_device(device) == target.ordinal), None)
+    if vram_budget is None:
+        return 2 ** (8 * ffi.sizeof("size_t")) - 1  # COLI_MOE_AUTO
+    budget = _whole(vram_budget, "vram_budget")
+    if budget < 0:
+        raise ArgumentError(f"vram_budget must be 0 bytes or more, got {budget}")
+    return budget
+
+
+def _handles(layers) -> object:
+    layers = _listed(layers, "layers")
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, MoELayer):
+            raise DtypeError(f"layers[{i}] must be a MoELayer, got {type(layer).__name__}")
+    return ffi.new("coli_moe *[]", [layer._live() for layer in layers])
+
+
+def _whole(value, what: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise DtypeError(f"{what} must be a whole number, got {value!r}") from None
+
+
+def _ints(array: np.ndarray):
+    return ffi.from_buffer("int[]", array)
+
+
+def _text(copy) -> str | None:
+    """A text that a function copies into a buffer; None for "" ."""
+    size = copy(ffi.NULL, 0) + 1
+    buffer = ffi.new("char[]", size)
+    copy(buffer, size)
+    return text(buffer) or None
+
+
+def _fields(struct) -> dict:
+    return {name: getattr(struct, name) for name, _ in ffi.typeof(struct).fields}
+
+
+def _stats(struct) -> dict:
+    found = _fields(struct[0])
+    by_path = {name: dict(zip(_PATHS, found.pop(name), strict=True)) for name in ("experts", "pairs", "failed")}
+    return {**found, **by_path, "repinned": _fields(found["repinned"])}

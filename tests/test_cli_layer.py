@@ -1,0 +1,187 @@
+"""``pycoli run --layer-forward`` on checkpoints of several families."""
+
+import json
+
+import numpy as np
+import pytest
+from experts import gaussian
+from safetensors.numpy import save_file
+
+import pycoli
+from pycoli.checkpoint import Checkpoint
+from pycoli.cli import main
+from pycoli.cli.layer import routing_error
+
+D, H, E = 64, 32, 8
+
+FAMILIES = {
+    "olmoe": {"num_experts": E, "num_experts_per_tok": 2, "norm_topk_prob": False},
+    "qwen3_moe": {"num_experts": E, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": E, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "n_routed_experts": E,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+    },
+    "qwen2_moe": {"num_experts": E, "num_experts_per_tok": 2, "norm_topk_prob": False},
+}
+
+
+def family_tensors(family):
+    mixtral = family == "mixtral"
+    block = "model.layers.1." + ("block_sparse_moe." if mixtral else "mlp.")
+    matrices = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+
+    def expert(stem, hidden, seed):
+        shapes = ((hidden, D), (hidden, D), (D, hidden))
+        return {
+            f"{stem}{m}.weight": gaussian(*s, seed=seed + i)
+            for i, (m, s) in enumerate(zip(matrices, shapes, strict=True))
+        }
+
+    tensors = {f"{block}gate.weight": gaussian(E, D, seed=1, scale=0.2)}
+    for number in range(E):
+        tensors |= expert(f"{block}experts.{number}.", H, 100 * number)
+    if family == "deepseek_v3":
+        tensors[f"{block}gate.e_score_correction_bias"] = gaussian(E, seed=2, scale=0.1)
+        tensors |= expert(f"{block}shared_experts.", 2 * H, 9000)
+    if family == "qwen2_moe":
+        tensors |= expert(f"{block}shared_expert.", 2 * H, 9000)
+        tensors[f"{block}shared_expert_gate.weight"] = gaussian(1, D, seed=3, scale=0.2)
+    return tensors
+
+
+def write_checkpoint(folder, family, tensors=None, **config):
+    config = {"model_type": family, "hidden_size": D, "moe_intermediate_size": H} | FAMILIES[family] | config
+    save_file(family_tensors(family) if tensors is None else tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLI_CUDA_LIB", str(tmp_path / "none.so"))
+
+
+def definition(x, tensors, family):
+    """The block as the family's papers define it, in float64."""
+    config = FAMILIES[family]
+    tensors = {name.split("mlp.")[-1].split("moe.")[-1]: t.astype(np.float64) for name, t in tensors.items()}
+    logits = x.astype(np.float64) @ tensors["gate.weight"].T
+    top_k = config["num_experts_per_tok"]
+
+    def expert(stem, row):
+        names = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+        gate, up, down = (tensors[f"{stem}{m}.weight"] for m in names)
+        a = gate @ row
+        return down @ (a / (1 + np.exp(-a)) * (up @ row))
+
+    y = np.zeros(x.shape)
+    for s, row in enumerate(x.astype(np.float64)):
+        if family == "deepseek_v3":
+            scores = 1 / (1 + np.exp(-logits[s]))
+            choice = (scores + tensors["gate.e_score_correction_bias"]).reshape(4, 2)
+            best = np.argsort(-choice.sum(axis=1))[:2]
+            masked = np.full(choice.shape, -np.inf)
+            masked[best] = choice[best]
+            ids = np.argsort(-masked.ravel())[:top_k]
+            factors = 2.5 * scores[ids] / scores[ids].sum()
+            y[s] += expert("shared_experts.", row)
+        else:
+            scores = np.exp(logits[s]) / np.exp(logits[s]).sum()
+            ids = np.argsort(-scores)[:top_k]
+            factors = scores[ids] / (scores[ids].sum() if family in ("mixtral", "qwen3_moe") else 1)
+        if family == "qwen2_moe":
+            y[s] += expert("shared_expert.", row) / (1 + np.exp(-(tensors["shared_expert_gate.weight"] @ row)))
+        for e, factor in zip(ids, factors, strict=True):
+            y[s] += factor * expert(f"experts.{e}.", row)
+    return y
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_routes_as_its_papers_say(family, tmp_path):
+    tensors = family_tensors(family)
+    checkpoint = Checkpoint(write_checkpoint(tmp_path, family, tensors))
+
+    def encoded(weights):
+        return [pycoli.encode(w, "f32") for w in (weights.gate, weights.up, weights.down)]
+
+    x = gaussian(6, D, seed=4)
+    found = checkpoint.shared_expert(1)
+    factors = None
+    if found and found[1] is not None:
+        factors = (1 / (1 + np.exp(-(x @ found[1])))).astype(np.float32)
+    experts = [encoded(checkpoint.expert(1, number)) for number in range(E)]
+    router = pycoli.Router(**checkpoint.router(1))
+    with pycoli.MoELayer(experts, router, found and encoded(found[0]), devices="cpu") as layer:
+        ids, weights = router(x)
+        np.testing.assert_allclose(
+            layer(x, ids, weights, factors), definition(x, tensors, family), rtol=1e-4, atol=1e-3
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_report(family, tmp_path, capsys):
+    path = write_checkpoint(tmp_path, family)
+    assert main(["run", path, "--layer-forward", "--tokens", "5", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    top_k = FAMILIES[family]["num_experts_per_tok"]
+    shared = family in ("deepseek_v3", "qwen2_moe")
+    assert report["right"]
+    assert report["error_against_decoded"] < 3e-6
+    assert report["paths"]["cpu"]["rows"] == 5 * (top_k + shared)
+    assert report["shared_expert"] == shared
+    assert report["where"] == ["cpu"] * (E + shared)
+    assert report["rotations"] == 1
+    assert main(["run", path, "--layer-forward", "--tokens", "5", "--format", "int4"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "right" in text
+    assert f"{E} experts" in text
+
+
+def test_on_a_gpu(tmp_path, capsys, simt_lib, monkeypatch):
+    monkeypatch.setenv("COLI_CUDA_LIB", str(simt_lib))
+    path = write_checkpoint(tmp_path, "deepseek_v3")
+    assert main(["run", path, "--layer-forward", "--tokens", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["paths"]["issue"]["rows"] + report["paths"]["group"]["rows"] == 8
+    pycoli.open_backend().shutdown()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, c: t.pop("model.layers.1.mlp.gate.weight"), "layer 1 has no router"),
+        (lambda t, c: t.update({"model.layers.1.mlp.gate.weight": gaussian(E, D + 1)}), "shape"),
+        (lambda t, c: c.update(num_experts_per_tok=None), "num_experts_per_tok is needed"),
+        (lambda t, c: c.update(num_experts_per_tok=E + 1), "top_k must be 1 ... 8"),
+        (lambda t, c: c.update(scoring_func="tanh"), "kind must be"),
+    ],
+)
+def test_what_cannot_be_routed(change, message, tmp_path, capsys):
+    tensors, config = family_tensors("olmoe"), {}
+    change(tensors, config)
+    assert main(["run", write_checkpoint(tmp_path, "olmoe", tensors, **config), "--layer-forward"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_wrong_choice_is_seen():
+    rows, weight = gaussian(3, D), gaussian(E, D, seed=1)
+    settings = {
+        "weight": weight,
+        "top_k": 2,
+        "kind": "softmax",
+        "renormalise": False,
+        "groups": 0,
+        "bias": None,
+        "scale": 1,
+    }
+    ids, weights = pycoli.Router(weight, 2)(rows)
+    assert routing_error(rows, ids, weights, settings) < 1e-6
+    assert routing_error(rows, ids, weights * np.float32(1.001), settings) > 1e-5
+    others = (ids + 1) % E
+    assert routing_error(rows, others, weights, settings) > 1e-3

@@ -1,0 +1,694 @@
+"""Conversion: it writes what encode() gives, in the hosts' layout, and nothing half, whatever stops it."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import pycoli
+from pycoli import convert as conversion
+from pycoli.convert import Settings, convert, manifest, open_source, shard
+from pycoli.convert.verify import verify
+
+HIDDEN, INNER, EXPERTS, LAYERS = 512, 256, 3, 2
+CONFIG = {
+    "model_type": "olmoe",
+    "hidden_size": HIDDEN,
+    "moe_intermediate_size": INNER,
+    "num_experts": EXPERTS,
+    "num_hidden_layers": LAYERS,
+    "vocab_size": 40,
+}
+COMMON = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL = ("w1", "w3", "w2")
+
+
+def random_matrix(rng, *shape):
+    return (rng.standard_normal(shape) / 16).astype(ml_dtypes.bfloat16)
+
+
+def model_tensors(rng, *, layers=LAYERS, matrices=COMMON, block="mlp", hidden=HIDDEN, inner=INNER, experts=EXPERTS):
+    """A small model, Hugging Face names."""
+    tensors = {
+        "model.embed_tokens.weight": random_matrix(rng, 40, hidden),
+        "lm_head.weight": random_matrix(rng, 40, hidden),
+        "model.norm.weight": random_matrix(rng, hidden),
+    }
+    shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    for layer in range(layers):
+        stem = f"model.layers.{layer}"
+        tensors[f"{stem}.self_attn.q_proj.weight"] = random_matrix(rng, hidden, hidden)
+        tensors[f"{stem}.input_layernorm.weight"] = random_matrix(rng, hidden)
+        tensors[f"{stem}.{block}.gate.weight"] = random_matrix(rng, experts, hidden)
+        for expert in range(experts):
+            for matrix, shape in zip(matrices, shapes, strict=True):
+                tensors[f"{stem}.{block}.experts.{expert}.{matrix}.weight"] = random_matrix(rng, *shape)
+    return tensors
+
+
+def write_model(folder, tensors, config=CONFIG):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text('{"model": "bytes"}')
+    names = sorted(tensors)
+    index = {}
+    for number in range(2):
+        part = {name: tensors[name] for name in names[number::2]}
+        save_file(part, folder / f"model-{number}.safetensors")
+        index |= dict.fromkeys(part, f"model-{number}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path, rng):
+    tensors = model_tensors(rng)
+    return write_model(tmp_path / "model", tensors), tensors
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A model that converts in a fraction of a second, in several shards."""
+    rng = np.random.default_rng(3)
+    sizes = {"hidden": 128, "inner": 64, "experts": 4}
+    config = {**CONFIG, "hidden_size": 128, "moe_intermediate_size": 64, "num_experts": 4}
+    return write_model(tmp_path_factory.mktemp("small") / "model", model_tensors(rng, **sizes), config)
+
+
+SMALL = Settings(experts="int4-g32", shard_bytes=25_000)
+
+
+def content(folder):
+    """SHA-256 of every file of a container."""
+    files = sorted(file for file in folder.iterdir() if file.name != manifest.LOCK)
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def header(file):
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+# The result
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_layout_of_existing_hosts(tmp_path, model, jobs):
+    folder, tensors = model
+    report = convert(folder, tmp_path / "out", jobs=jobs)
+    assert report.warnings == []
+    assert sorted(content(tmp_path / "out")) == [
+        ".out-progress.json",
+        "config.json",
+        "out-00000.safetensors",
+        "tokenizer.json",
+    ]
+    assert (tmp_path / "out" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    entries, data = header(tmp_path / "out" / "out-00000.safetensors")
+    stored = load_file(tmp_path / "out" / "out-00000.safetensors")
+    metadata = entries.pop("__metadata__")
+    assert "colibri.fmt" not in metadata  # sizes say all of these formats, and existing converters write none
+    checksums = json.loads(metadata["colibri.sha256"])
+    assert checksums.keys() == entries.keys() == stored.keys()
+    for name, entry in entries.items():
+        start, end = entry["data_offsets"]
+        assert checksums[name] == hashlib.sha256(data[start:end]).hexdigest()
+        assert start % 4 == 0 or entry["dtype"] == "U8"
+    for name, w in tensors.items():
+        w = w.astype(np.float32)
+        if "experts" in name:
+            assert stored[name].dtype == np.uint8
+            assert stored[name].tobytes() == pycoli.encode(w, "e8").data.tobytes()
+            assert stored[f"{name}.qs"].tolist() == [6.0]
+            assert stored[name].size == w.shape[0] * w.shape[1] // 256 * 98
+        elif w.ndim == 2 and "gate" not in name:
+            codes, scales = oracle.quantise("int8", w)
+            assert stored[name].tobytes() == np.asarray(codes).astype(np.int8).tobytes()
+            np.testing.assert_array_equal(stored[f"{name}.qs"], np.asarray(scales).reshape(-1))
+        else:
+            assert f"{name}.qs" not in stored
+            np.testing.assert_array_equal(stored[name], w)
+
+
+@pytest.mark.parametrize("fmt", [fmt.name for fmt in pycoli.formats()])
+def test_experts_in_every_format(tmp_path, model, fmt):
+    folder, tensors = model
+    convert(folder, tmp_path / "out", Settings(experts=fmt))
+    with pycoli.Container(tmp_path / "out") as container:
+        assert container.layers == [0, 1]
+        for layer in container.layers:
+            for index, expert in enumerate(container.experts(layer)):
+                for weights, name in zip(expert, COMMON, strict=True):
+                    w = tensors[f"model.layers.{layer}.mlp.experts.{index}.{name}.weight"]
+                    wanted = pycoli.encode(w, fmt)
+                    assert weights.fmt == wanted.fmt
+                    assert weights.data.tobytes() == wanted.data.tobytes()
+                    if wanted.scales is not None:
+                        np.testing.assert_array_equal(weights.scales, wanted.scales)
+
+
+def fused(rng, transposed, layers=LAYERS):
+    experts = [
+        [
+            [random_matrix(rng, *shape) for shape in ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))]
+            for _ in range(EXPERTS)
+        ]
+        for _ in range(layers)
+    ]
+    tensors = {}
+    for layer, members in enumerate(experts):
+        gate_up = np.stack([np.concatenate([gate, up]) for gate, up, _ in members])
+        down = np.stack([down for _, _, down in members])
+        if transposed:
+            gate_up, down = (np.ascontiguousarray(w.transpose(0, 2, 1)) for w in (gate_up, down))
+        stem = f"model.layers.{layer}.mlp.experts."
+        tensors |= {f"{stem}gate_up_proj": gate_up, f"{stem}down_proj": down}
+    return tensors, experts
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_all_experts_in_one_tensor(tmp_path, rng, transposed):
+    tensors, experts = fused(rng, transposed)
+    convert(write_model(tmp_path / "model", tensors), tmp_path / "out", Settings(experts="int8"))
+    with pycoli.Container(tmp_path / "out") as container:
+        for layer, members in enumerate(experts):
+            for index, expert in enumerate(members):
+                for weights, w in zip(container.expert(layer, index), expert, strict=True):
+                    assert weights.data.tobytes() == pycoli.encode(w, "int8").data.tobytes()
+
+
+def test_mixtral_keeps_its_names(tmp_path, rng):
+    tensors = model_tensors(rng, layers=1, matrices=MIXTRAL, block="block_sparse_moe")
+    convert(write_model(tmp_path / "model", tensors), tmp_path / "out", Settings(experts="int8"))
+    with pycoli.Container(tmp_path / "out") as container:
+        expert = container.expert(0, 1)
+        for weights, name in zip(expert, MIXTRAL, strict=True):
+            w = tensors[f"model.layers.0.block_sparse_moe.experts.1.{name}.weight"]
+            assert weights.data.tobytes() == pycoli.encode(w, "int8").data.tobytes()
+        assert (
+            container.file("model.layers.0.block_sparse_moe.gate.weight").dtype(
+                "model.layers.0.block_sparse_moe.gate.weight"
+            )
+            == "F32"
+        )
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(256, 512), (300, 200)])
+def test_fp8_with_block_scales(tmp_path, rng, rows, columns):
+    shapes = {"gate_proj": (rows, columns), "up_proj": (rows, columns), "down_proj": (columns, rows)}
+    tensors, wanted = {}, {}
+    for matrix, shape in shapes.items():
+        name = f"model.layers.3.mlp.experts.0.{matrix}.weight"
+        codes = rng.standard_normal(shape).astype(ml_dtypes.float8_e4m3fn)
+        scales = rng.uniform(0.01, 0.02, [-(-n // 128) for n in shape]).astype(np.float32)
+        tensors |= {name: codes, f"{name}_scale_inv": scales}
+        wanted[name] = (
+            codes.astype(np.float32) * np.kron(scales, np.ones((128, 128), np.float32))[: shape[0], : shape[1]]
+        )
+    config = {"model_type": "deepseek_v3", "hidden_size": columns, "moe_intermediate_size": rows, "n_routed_experts": 1}
+    convert(write_model(tmp_path / "model", tensors, config), tmp_path / "out", Settings(experts="int8"))
+    stored = load_file(tmp_path / "out" / "out-00000.safetensors")
+    assert len(stored) == 6
+    for name, w in wanted.items():
+        assert stored[name].tobytes() == pycoli.encode(w, "int8").data.tobytes()
+
+
+def test_matrices_that_are_worked_on_in_parts(tmp_path, rng, monkeypatch):
+    monkeypatch.setattr(shard, "_CHUNK_FLOATS", 1)
+    for number, fmt in enumerate(("e8", "int8", "fp8-e4m3-b128", "int4-g64", "mxfp4", "f32")):
+        tensors = model_tensors(rng, layers=1, hidden=512, inner=400, experts=1)
+        config = {**CONFIG, "moe_intermediate_size": 400, "num_experts": 1}
+        convert(
+            write_model(tmp_path / f"model{number}", tensors, config), tmp_path / f"out{number}", Settings(fmt), jobs=2
+        )
+        with pycoli.Container(tmp_path / f"out{number}") as container:
+            for weights, name in zip(container.expert(0, 0), COMMON, strict=True):
+                wanted = pycoli.encode(tensors[f"model.layers.0.mlp.experts.0.{name}.weight"], fmt)
+                assert weights.fmt == fmt
+                assert weights.data.tobytes() == wanted.data.tobytes()
+                assert wanted.scales is None or weights.scales.tobytes() == wanted.scales.tobytes()
+
+
+def test_speculative_heads_and_indexers_have_files_of_their_own(tmp_path, rng):
+    tensors = model_tensors(rng, layers=3, experts=EXPERTS)
+    tensors["model.layers.0.self_attn.indexer.wq_b.weight"] = random_matrix(rng, 64, HIDDEN)
+    convert(write_model(tmp_path / "model", tensors), tmp_path / "out", Settings("int8"))
+    names = {file.name: set(load_file(file)) for file in (tmp_path / "out").glob("out-*.safetensors")}
+    assert sorted(names) == ["out-00000.safetensors", "out-idx-00000.safetensors", "out-mtp-00000.safetensors"]
+    assert all(".layers.2." in name for name in names["out-mtp-00000.safetensors"])
+    assert all(".indexer." in name for name in names["out-idx-00000.safetensors"])
+    assert pycoli.Container(tmp_path / "out").layers == [0, 1, 2]
+
+
+def test_keep_and_dense(tmp_path, model):
+    folder, tensors = model
+    report = convert(folder, tmp_path / "out", Settings("int8", dense="int4-g64", keep=r"embed|experts\.1\."))
+    stored = load_file(tmp_path / "out" / "out-00000.safetensors")
+    for name in ("model.embed_tokens.weight", "model.layers.0.mlp.experts.1.up_proj.weight"):
+        np.testing.assert_array_equal(stored[name], tensors[name].astype(np.float32))
+    head = pycoli.encode(tensors["lm_head.weight"], "int4-g64")
+    assert stored["lm_head.weight"].tobytes() == head.data.tobytes()
+    np.testing.assert_array_equal(stored["lm_head.weight.qs"], head.scales.reshape(-1))
+    with pycoli.Container(tmp_path / "out") as container:
+        assert [container.expert(0, i).up.fmt for i in range(3)] == ["int8", "f32", "int8"]
+    assert {key for key in report.losses if key.startswith("dense embedding")} == {
+        "dense embedding|f32",
+        "dense embedding|int4-g64",
+    }
+
+
+def test_losses_are_those_of_the_encoding(tmp_path, model):
+    folder, tensors = model
+    report = convert(folder, tmp_path / "out")
+    ups = [w.astype(np.float32) for name, w in tensors.items() if "up_proj" in name]
+    error = sum(((pycoli.encode(w, "e8").decode().astype(float) - w) ** 2).sum() for w in ups)
+    loss = report.losses["expert up|e8"]
+    assert loss.nmse == pytest.approx(error / sum((w.astype(float) ** 2).sum() for w in ups), rel=1e-6)
+    assert (loss.tensors, loss.weights) == (6, 6 * HIDDEN * INNER)
+    assert loss.nbytes == loss.weights * 98 / 256
+    assert report.losses["vector|f32"].nmse == 0
+
+
+@pytest.mark.parametrize(
+    ("inner", "hidden", "gate", "down", "warning"),
+    [
+        (256, 400, "e8", "e8", "rows of 400 are padded to whole super-blocks of 256, 3.92 bits a weight"),
+        (128, 512, "e8", "int4-g64", "rows of 128 padded to whole super-blocks take 6.12 bits"),
+        (
+            96,
+            256,
+            "e8",
+            "int8",
+            r"int4-g64 matrix \[256, 96\] cannot be told by its sizes from int4-g48|int8 in place of e8",
+        ),
+    ],
+)
+def test_rows_that_are_no_whole_super_blocks(tmp_path, rng, inner, hidden, gate, down, warning):
+    tensors = model_tensors(rng, layers=1, hidden=hidden, inner=inner)
+    config = {**CONFIG, "hidden_size": hidden, "moe_intermediate_size": inner}
+    report = convert(write_model(tmp_path / "model", tensors, config), tmp_path / "out")
+    assert any(pytest.importorskip("re").search(warning, line) for line in report.warnings), report.warnings
+    with pycoli.Container(tmp_path / "out") as container:
+        expert = container.expert(0, 0)
+        assert (expert.gate.fmt, expert.up.fmt, expert.down.fmt) == (gate, gate, down)
+        for weights, name in zip(expert, COMMON, strict=True):
+            wanted = pycoli.encode(tensors[f"model.layers.0.mlp.experts.0.{name}.weight"], weights.fmt)
+            assert weights.data.tobytes() == wanted.data.tobytes()
+
+
+def test_ambiguous_sizes_are_stamped_for_hosts(tmp_path, rng):
+    tensors = model_tensors(rng, layers=1, hidden=98, inner=256, experts=1)
+    config = {**CONFIG, "hidden_size": 98, "moe_intermediate_size": 256, "num_experts": 1}
+    settings = Settings("fp8-e4m3-b128", dense="f32")
+    convert(write_model(tmp_path / "model", tensors, config), tmp_path / "out", settings)
+    with pycoli.Container(tmp_path / "out") as container:
+        assert {weights.fmt for weights in container.expert(0, 0)} == {"fp8-e4m3-b128"}
+    shutil.rmtree(tmp_path / "model")
+    tensors = model_tensors(rng, layers=1, hidden=64, inner=1, experts=1)  # [1, 64] in fp8 has the sizes of int8
+    config |= {"hidden_size": 64, "moe_intermediate_size": 1}
+    convert(write_model(tmp_path / "model", tensors, config), tmp_path / "one", settings)
+    stamps = json.loads(header(tmp_path / "one" / "out-00000.safetensors")[0]["__metadata__"]["colibri.fmt"])
+    assert stamps["model.layers.0.mlp.experts.0.gate_proj.weight"] == "fp8-e4m3-b128"
+    with pycoli.Container(tmp_path / "one") as container:
+        assert container.expert(0, 0).gate.fmt == "fp8-e4m3-b128"
+
+
+def test_tensors_that_are_not_float_stay_as_they_are(tmp_path, rng):
+    tensors = model_tensors(rng, layers=1)
+    tensors["model.layers.0.table"] = np.arange(7, dtype=np.int64)
+    tensors["model.layers.0.scalar"] = np.array(3.5, np.float32)
+    tensors["model.layers.0.conv.weight"] = rng.standard_normal((3, 4, 5)).astype(np.float32)
+    tensors["model.layers.0.empty"] = np.zeros((0, 4), np.float32)
+    convert(write_model(tmp_path / "model", tensors), tmp_path / "out", Settings("int8"))
+    stored = load_file(tmp_path / "out" / "out-00000.safetensors")
+    for name in ("table", "scalar", "conv.weight", "empty"):
+        np.testing.assert_array_equal(stored[f"model.layers.0.{name}"], tensors[f"model.layers.0.{name}"])
+        assert stored[f"model.layers.0.{name}"].shape == tensors[f"model.layers.0.{name}"].shape
+
+
+def test_memory_does_not_grow_with_the_matrix(tmp_path, rng):
+    """Less than twice the largest matrix in float32 above what the program takes without any, by its own account."""
+    big = 4096, 2048
+    tensors = {"model.embed_tokens.weight": np.zeros(big, ml_dtypes.bfloat16)} | model_tensors(rng, layers=1)
+    tensors["model.embed_tokens.weight"] = np.broadcast_to(random_matrix(rng, 1, big[1]), big).copy()
+    folder = write_model(tmp_path / "model", tensors, {**CONFIG, "vocab_size": big[0]})
+    code = (
+        "import sys, resource, pycoli.convert as c; before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        "c.convert(sys.argv[1], sys.argv[2], c.Settings('int8'));"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, folder, tmp_path / "out"], capture_output=True, text=True, check=True
+    )
+    assert int(run.stdout) * 1024 < 2 * 4 * big[0] * big[1]
+
+
+# Nothing half written
+
+
+def test_a_second_run_finds_everything_done(tmp_path, small):
+    out = tmp_path / "out"
+    first = convert(small, out, SMALL)
+    assert len(first.plan.shards) > 5
+    before, times = content(out), {file: file.stat().st_mtime_ns for file in out.glob("out-*")}
+    second = convert(small, out, SMALL)
+    assert second.resumed == len(first.plan.shards)
+    assert second.losses == first.losses
+    assert content(out) == before
+    assert {file: file.stat().st_mtime_ns for file in out.glob("out-*")} == times
+
+
+@pytest.mark.parametrize("function", ["replace", "fsync"])
+def test_a_failure_at_any_step_is_made_good_by_the_next_run(tmp_path, small, monkeypatch, function):
+    convert(small, tmp_path / "whole", SMALL)
+    wanted = content(tmp_path / "whole")
+    real, calls = getattr(os, function), 0
+
+    def fail(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls == stop:
+            raise OSError("no more")
+        return real(*arguments)
+
+    monkeypatch.setattr(os, function, fail)
+    stop, out = 0, tmp_path / "out"
+    convert(small, tmp_path / "count", SMALL)
+    steps = calls
+    assert steps > 10
+    for stop in range(1, steps + 1, 1 if function == "replace" else 3):
+        shutil.rmtree(out, ignore_errors=True)
+        calls = 0
+        with pytest.raises(OSError, match="no more"):
+            convert(small, out, SMALL)
+        left = list(out.iterdir()) if out.exists() else []
+        assert not [file for file in left if file.name.endswith(".partial")]
+        if left and stop < steps - 1:
+            with pytest.raises(pycoli.CheckpointError, match=r"not finished|no out-"):
+                pycoli.Container(out)
+        calls = steps + 1
+        convert(small, out, SMALL)
+        assert content(out) == wanted
+
+
+def test_killed_at_many_moments(tmp_path, small):
+    """The process is killed without warning, again and again, until a run gets to the end."""
+    convert(small, tmp_path / "whole", SMALL)
+    wanted = content(tmp_path / "whole")
+    out = tmp_path / "out"
+    code = (
+        "import sys, time, pycoli.convert as c; from pycoli.convert import shard; real = shard._write_chunk\n"
+        "def slow(*a):\n    time.sleep(0.004)\n    return real(*a)\n"
+        "shard._write_chunk = slow; print('ready', flush=True)\n"
+        f"c.convert(sys.argv[1], sys.argv[2], c.Settings({SMALL.experts!r}, shard_bytes={SMALL.shard_bytes}), jobs=2)"
+    )
+    delays = random.Random(5)
+    killed = 0
+    for _ in range(60):
+        process = subprocess.Popen([sys.executable, "-c", code, small, out], stdout=subprocess.PIPE)
+        process.stdout.readline()
+        try:
+            process.wait(delays.uniform(0.0, 0.12))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            killed += 1
+        process.stdout.close()
+        if process.wait() == 0:
+            break
+        for file in out.glob("out-*.safetensors") if out.exists() else ():
+            assert hashlib.sha256(file.read_bytes()).hexdigest() == wanted[file.name]
+    else:
+        pytest.fail("no run got to the end")
+    assert killed >= 3
+    assert content(out) == wanted
+
+
+def test_a_finished_file_that_was_damaged_is_written_again(tmp_path, small):
+    out = tmp_path / "out"
+    convert(small, out, SMALL)
+    wanted = content(out)
+    file = out / "out-00002.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    report = convert(small, out, SMALL)
+    assert report.warnings[-1] == "out-00002.safetensors: not what the manifest says, and written again"
+    assert content(out) == wanted
+
+
+def test_other_settings_or_another_source_are_refused(tmp_path, small, model):
+    out = tmp_path / "out"
+    convert(small, out, SMALL)
+    before = content(out)
+    with pytest.raises(
+        pycoli.CheckpointError, match="other settings: experts 'int4-g32', now 'int8'; give a new folder"
+    ):
+        convert(small, out, Settings("int8", shard_bytes=SMALL.shard_bytes))
+    with pytest.raises(pycoli.CheckpointError, match="is of other files"):
+        convert(model[0], out, SMALL)
+    assert content(out) == before
+
+
+def test_a_folder_with_other_things_is_refused(tmp_path, small):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    with pytest.raises(pycoli.CheckpointError, match=r"expected a new or empty folder, found thesis\.txt"):
+        convert(small, out, SMALL)
+    (out / ".out-progress.json").write_text('{"other": 1}')
+    with pytest.raises(pycoli.CheckpointError, match="not a manifest of pycoli"):
+        convert(small, out, SMALL)
+    assert sorted(file.name for file in out.iterdir()) == [".out-progress.json", "thesis.txt"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"program": "pycoli"}'])
+def test_a_damaged_manifest_is_refused(tmp_path, small, text):
+    out = tmp_path / "out"
+    convert(small, out, SMALL)
+    (out / ".out-progress.json").write_text(text)
+    with pytest.raises(pycoli.CheckpointError, match=r"out-progress\.json"):
+        convert(small, out, SMALL)
+
+
+def test_a_manifest_whose_shards_are_damaged(tmp_path, small):
+    out = tmp_path / "out"
+    convert(small, out, SMALL)
+    saved = json.loads((out / ".out-progress.json").read_text())
+    for shards in ([], {"out-00000.safetensors": {"bytes": 3}}, {"out-00000.safetensors": 5}):
+        (out / ".out-progress.json").write_text(json.dumps({**saved, "shards": shards}))
+        with pytest.raises(pycoli.CheckpointError, match=r"out-progress\.json: damaged"):
+            convert(small, out, SMALL)
+
+
+def test_two_conversions_at_once(tmp_path, small):
+    out = tmp_path / "out"
+    out.mkdir()
+    with conversion._locked(out), pytest.raises(pycoli.StateError, match="another conversion is writing there"):
+        convert(small, out, SMALL)
+    convert(small, out, SMALL)
+
+
+def test_room_is_checked_first(tmp_path, small, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 10**5))
+    with pytest.raises(pycoli.CheckpointError, match="bytes are needed, but only 100,000 are free"):
+        convert(small, tmp_path / "out", SMALL)
+    assert not (tmp_path / "out").exists()
+
+
+def test_dry_run_writes_nothing(tmp_path, small):
+    report = convert(small, tmp_path / "out", SMALL, dry_run=True)
+    assert not (tmp_path / "out").exists()
+    convert(small, tmp_path / "out", SMALL)
+    files = list((tmp_path / "out").glob("out-*.safetensors"))
+    assert len(files) == len(report.plan.shards)
+    assert sum(file.stat().st_size for file in files) == report.plan.nbytes == report.needed
+
+
+def test_folders_within_each_other(tmp_path, small):
+    for destination in (small, small / "out", small.parent):
+        with pytest.raises(pycoli.ArgumentError, match="neither holds the source nor lies in it"):
+            convert(small, destination, SMALL)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(pycoli.ArgumentError, match="expected a folder, got a file"):
+        convert(small, tmp_path / "file", SMALL)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite(tmp_path, rng, value, monkeypatch):
+    monkeypatch.setattr(shard, "_CHUNK_FLOATS", 1)
+    tensors = model_tensors(rng)
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    tensors[name][200, 7] = value
+    with pytest.raises(
+        pycoli.CheckpointError, match=rf"{name} in .*: expected finite weights, got -?(nan|inf) at \[200, 7\]"
+    ):
+        convert(write_model(tmp_path / "model", tensors), tmp_path / "out", Settings("int8"))
+    assert not list((tmp_path / "out").glob("out-*.safetensors"))
+    assert not list((tmp_path / "out").glob("*.partial"))
+
+
+def damaged(name, change):
+    return lambda tensors: tensors.update({name: change(tensors[name])})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: t.pop("model.layers.1.mlp.experts.2.up_proj.weight"),
+            "no tensor model.layers.1.mlp.experts.2.up_proj.weight",
+        ),
+        (lambda t: [t.pop(n) for n in list(t) if ".1.mlp.experts.1." in n], "layer 1 has experts up to 2 but not 1"),
+        (lambda t: [t.pop(n) for n in list(t) if ".1.mlp.experts.2." in n], "layer 1: expected 3 experts .*got 2"),
+        (
+            damaged("model.layers.1.mlp.experts.2.up_proj.weight", lambda w: w[:, :-1]),
+            r"experts.2.up_proj.weight.*expected shape \[256, 512\].*got \[256, 511\]",
+        ),
+        (
+            damaged("model.layers.1.mlp.experts.2.up_proj.weight", lambda w: w[0]),
+            r"experts.2.up_proj.weight.*expected .*got .*\[512\]",
+        ),
+        (
+            damaged("model.layers.0.mlp.experts.0.up_proj.weight", lambda w: w.astype(np.int8)),
+            "experts.0.up_proj.weight.*expected a float type, got I8",
+        ),
+        (
+            damaged("model.layers.0.mlp.experts.0.up_proj.weight", lambda w: w.astype(ml_dtypes.float8_e4m3fn)),
+            "experts.0.up_proj.weight is F8_E4M3, but its block scales .* are missing",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.mlp.experts.0.up_proj.bias": np.zeros(256, np.float32)}),
+            "experts with biases are not supported: .*up_proj.bias",
+        ),
+    ],
+)
+def test_experts_that_are_not_right(tmp_path, rng, change, message):
+    tensors = model_tensors(rng)
+    change(tensors)
+    with pytest.raises(pycoli.CheckpointError, match=message):
+        convert(write_model(tmp_path / "model", tensors), tmp_path / "out", Settings("int8"))
+    assert not list(tmp_path.glob("out/out-*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"experts": "e9"}, "e9"),
+        ({"dense": "e8"}, "dense: e8 is for experts alone"),
+        ({"fallback": "e8"}, "fallback: e8 is for experts alone"),
+        ({"keep": "("}, r"keep: '\(' is no regular expression"),
+        ({"shard_bytes": 0}, "shard_bytes: expected a positive integer, got 0"),
+    ],
+)
+def test_bad_settings(options, message):
+    with pytest.raises(pycoli.ColiError, match=message):
+        Settings(**options)
+
+
+def test_bad_jobs(tmp_path, small):
+    with pytest.raises(pycoli.ArgumentError, match="jobs: expected a number above 0, got 0"):
+        convert(small, tmp_path / "out", SMALL, jobs=0)
+
+
+# verify()
+
+
+@pytest.fixture
+def verified(tmp_path, small):
+    convert(small, tmp_path / "out", SMALL)
+    return tmp_path / "out", open_source(small)
+
+
+def test_a_right_container(verified):
+    results = list(verify(*verified))
+    assert len(results) == 3 + 2 * (3 + 12)
+    assert [result.problem for result in results if result.problem] == []
+    assert all(0 < result.loss.nmse < 0.02 for result in results if result.kind.startswith("expert"))
+    assert all(result.largest > 0 for result in results if result.kind.startswith("expert"))
+
+
+def rewrite(folder, name, change, metadata=None):
+    """Changes tensors of the file that holds `name`; checksums go, as after an edit by somebody else."""
+    file = next(file for file in sorted(folder.glob("out-*.safetensors")) if name in load_file(file))
+    tensors = load_file(file)
+    entries = header(file)[0]["__metadata__"]
+    entries.pop("colibri.sha256")
+    change(tensors)
+    save_file(tensors, file, metadata or entries)
+    (folder / ".out-progress.json").unlink()
+
+
+NORM, UP = "model.norm.weight", "model.layers.1.mlp.experts.2.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (UP, lambda t: t.update({UP: t[UP] ^ 255}), "NMSE .*, above the limit of 0.08"),
+        (UP, lambda t: t.update({UP: t[UP][:-1]}), "is no format that is known"),
+        (UP, lambda t: [t.pop(name) for name in (UP, f"{UP}.qs")], "no tensor"),
+        (UP, lambda t: t.update({f"{UP}.qs": t[f"{UP}.qs"] * np.float32(np.nan)}), "NMSE nan"),
+        (NORM, lambda t: t.update({NORM: t[NORM] + np.float32(1e-3)}), "its values differ from the source's"),
+        (NORM, lambda t: t.update({NORM: t[NORM][:-1]}), r"expected shape \[128\], got \[127\]"),
+        (NORM, lambda t: t.update({"extra": t[NORM]}), "the source has no such tensor"),
+    ],
+)
+def test_what_is_wrong_with_a_tensor(verified, name, change, message):
+    folder, source = verified
+    rewrite(folder, name, change)
+    wrong = [result for result in verify(folder, source) if result.problem]
+    assert len(wrong) == 1
+    assert wrong[0].name in (name, "extra")
+    assert pytest.importorskip("re").search(message, wrong[0].problem)
+
+
+def test_checksums_find_a_changed_bit(verified):
+    folder, source = verified
+    file = next(file for file in folder.glob("out-*.safetensors") if UP in load_file(file))
+    raw, (entries, _) = bytearray(file.read_bytes()), header(file)
+    start = len(raw) - len(header(file)[1]) + entries[UP]["data_offsets"][0]
+    raw[start] ^= 1
+    file.write_bytes(raw)
+    wrong = [result for result in verify(folder, source) if result.problem]
+    assert [(result.name, result.problem) for result in wrong] == [(UP, f"{UP} is not what its checksum says")]
+
+
+def test_a_limit_of_the_caller(verified):
+    wrong = [result for result in verify(*verified, limit=1e-4) if result.problem]
+    assert {result.fmt for result in wrong} == {"int4-g32"}
+    assert len(wrong) == 24
+    with pytest.raises(pycoli.ArgumentError, match="limit: expected"):
+        list(verify(*verified, limit=float("nan")))
+
+
+# The model in the shared folder
+
+
+def test_tiny_olmoe(tmp_path, shared):
+    """Three experts' worth of work: int8, as E8 has the same path and test_experts_in_every_format its bytes."""
+    model = shared / "models" / "tiny-olmoe"
+    started = time.monotonic()
+    convert(model, tmp_path / "out", Settings("int8"), jobs=2)
+    assert time.monotonic() - started < 120
+    assert not [result for result in verify(tmp_path / "out", open_source(model)) if result.problem]
+    checkpoint = pycoli.checkpoint.Checkpoint(model)
+    with pycoli.Container(tmp_path / "out") as container:
+        assert container.layers == checkpoint.moe_layers()
+        original = checkpoint.expert(2, 5)
+        for weights, w in zip(container.expert(2, 5), (original.gate, original.up, original.down), strict=True):
+            assert weights.data.tobytes() == pycoli.encode(w, "int8").data.tobytes()

@@ -1,0 +1,737 @@
+"""MoE layers on the CPU and on GPUs: routing, every path, faults on each of them, placement, repinning."""
+
+import shutil
+import sys
+import threading
+import time
+
+import numpy as np
+import oracle
+import pytest
+from experts import expected_expert, expert_weights, gaussian, refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+import pycoli
+from pycoli import cpu
+from pycoli.moe import RESERVE
+
+sys.path.insert(0, str(__import__("pathlib").Path(__file__).parent / "gpu"))
+from simulator import Simulator
+
+D, H = 128, 64
+FORMATS = ["e8", "int8", "e8", "int4", "mxfp4", "int4-g32", "fp8-e4m3-b128", "f32"]
+LIMIT = 5e-6  # of a sum of experts, each of which may be off by 3e-6
+
+
+def mixed_experts(count=8):
+    """Experts of every format, some with a down matrix of another than gate and up."""
+    formats = [(FORMATS[i % 8],) * 2 + (FORMATS[(i + i // 4) % 8],) for i in range(count)]
+    return [expert_weights(f, D, H, seed=i) for i, f in enumerate(formats)]
+
+
+def e8_experts(count=8):
+    return [expert_weights(dim=D, hidden=H, seed=i) for i in range(count)]
+
+
+def random_pairs(rng, rows, top_k, experts):
+    ids = rng.integers(0, experts, (rows, top_k)).astype(np.int32)
+    return ids, rng.uniform(0.1, 1, (rows, top_k)).astype(np.float32)
+
+
+def expected_layer(x, ids, weights, experts, shared=None, shared_weights=None):
+    """The layer's definition, in float64."""
+    y = np.zeros(x.shape)
+    for e, expert in enumerate(experts):
+        factors = np.where(ids == e, weights, 0).astype(np.float64).sum(axis=1)
+        rows = factors != 0
+        y[rows] += factors[rows, None] * expected_expert(x[rows].astype(np.float64), *expert)
+    if shared:
+        factors = np.ones(len(x)) if shared_weights is None else shared_weights.astype(np.float64)
+        y += factors[:, None] * expected_expert(x.astype(np.float64), *shared)
+    return y
+
+
+def check_layer(layer, experts, rng, rows=5, top_k=3):
+    """One random call is right; gives what it was and what came."""
+    x = gaussian(rows, D, seed=int(rng.integers(1 << 30)))
+    ids, weights = random_pairs(rng, rows, top_k, len(experts))
+    y = layer(x, ids, weights)
+    assert oracle.relative_rms(y, expected_layer(x, ids, weights, experts)) < LIMIT
+    return x, ids, weights, y
+
+
+def room_for(experts, count):
+    """A budget of device memory for so many of the experts, and not for one more."""
+    entry = pycoli.open_backend()._entry("coli_cuda_alloc_footprint")
+    sizes = [sum(entry(matrix.nbytes) for matrix in expert) for expert in experts]
+    assert len(set(sizes)) == 1
+    return count * sizes[0]
+
+
+def paths(layer, which="last", what="experts"):
+    """The paths that did something: {"issue": 3, "cpu": 1}."""
+    return {path: n for path, n in layer.stats()[which][what].items() if n}
+
+
+class TestRouter:
+    @given(st.data())
+    @settings(max_examples=150, deadline=None)
+    def test_against_the_definition(self, data):
+        kind = data.draw(st.sampled_from(["softmax", "sigmoid"]))
+        groups = data.draw(st.sampled_from([0, 1, 2, 4]))
+        experts = (groups or 1) * data.draw(st.integers(1, 6))
+        top_groups = data.draw(st.integers(1, groups)) if groups else 0
+        room = experts // groups * top_groups if groups else experts
+        top_k = data.draw(st.integers(1, room))
+        renormalise = data.draw(st.booleans())
+        scale = data.draw(st.sampled_from([1.0, 2.5]))
+        values = st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0])  # few, so that there are ties
+        logits = data.draw(arrays.arrays(np.float32, (3, experts), elements=values))
+        bias = data.draw(st.none() | arrays.arrays(np.float32, experts, elements=values))
+        router = pycoli.Router(
+            np.eye(experts, dtype=np.float32),
+            top_k,
+            kind=kind,
+            renormalise=renormalise,
+            groups=groups,
+            top_groups=top_groups,
+            bias=bias,
+            scale=scale,
+        )
+        ids, weights = router(logits)
+        for row in range(3):
+            wanted = oracle.route(logits[row], kind, top_k, renormalise, groups, top_groups, bias, scale)
+            assert list(ids[row]) == wanted[0]
+            np.testing.assert_allclose(weights[row], wanted[1], rtol=1e-6)
+
+    def test_a_masked_expert_is_never_chosen(self):
+        router = pycoli.Router(np.eye(4, dtype=np.float32), 2)
+        ids, weights = router.choose(np.array([[-np.inf, 1, -np.inf, 0.5]], np.float32))
+        assert sorted(ids[0]) == [1, 3]
+        assert weights.sum() == pytest.approx(1)
+
+    @pytest.mark.parametrize(
+        ("logits", "message"),
+        [
+            ([[0, 1], [np.nan, 0]], "row 1 of the logits has nan for expert 0"),
+            ([[0, np.inf]], "row 0 of the logits has inf for expert 1"),
+            ([[-np.inf, -np.inf]], "row 0 of the logits has no finite value"),
+        ],
+    )
+    def test_logits_that_are_not_finite(self, logits, message):
+        with refused(pycoli.NotFiniteError, message):
+            pycoli.Router(np.eye(2, dtype=np.float32), 1).choose(np.array(logits, np.float32))
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"top_k": 0}, pycoli.ShapeError, "top_k must be 1 ... 6"),
+            ({"top_k": 7}, pycoli.ShapeError, "top_k must be 1 ... 6"),
+            ({"top_k": 1.5}, pycoli.DtypeError, "top_k must be a whole number"),
+            ({"kind": "tanh"}, pycoli.ArgumentError, "kind must be 'softmax' or 'sigmoid'"),
+            ({"groups": 4, "top_groups": 1}, pycoli.ShapeError, "6 experts do not make 4 equal groups"),
+            ({"groups": 3, "top_groups": 4}, pycoli.ShapeError, "top_groups must be 1 ... 3"),
+            ({"groups": 3, "top_groups": 1, "top_k": 3}, pycoli.ShapeError, "do not hold top_k = 3"),
+            ({"bias": np.zeros(5, np.float32)}, pycoli.ShapeError, "bias must be [6]"),
+            ({"bias": np.array([0, 0, np.nan, 0, 0, 0], np.float32)}, pycoli.NotFiniteError, "nan for expert 2"),
+        ],
+    )
+    def test_settings_that_do_not_fit(self, options, error, message):
+        with refused(error, message):
+            pycoli.Router(np.eye(6, dtype=np.float32), **{"top_k": 2, **options})
+
+
+class TestForward:
+    @pytest.mark.parametrize("rows", [1, 2, 5, 17, 70])
+    def test_mixed_formats_and_a_shared_expert(self, device, rng, rows):
+        experts, shared = mixed_experts(), expert_weights(("e8", "e8", "int8"), D, 96, seed=99)
+        with pycoli.MoELayer(experts, shared=shared, devices=device) as layer:
+            assert set(layer.where) == {device}
+            x, factors = gaussian(rows, D), rng.uniform(0, 2, rows).astype(np.float32)
+            ids, weights = random_pairs(rng, rows, 4, len(experts))
+            y = layer(x, ids, weights, factors)
+            wanted = expected_layer(x, ids, weights, experts, shared, factors)
+            assert oracle.relative_rms(y, wanted) < LIMIT
+            np.testing.assert_array_equal(layer(x, ids, weights, factors), y)
+            assert layer.stats()["total"]["calls"] == 2
+
+    @pytest.mark.parametrize("top_k", [1, 3, 16])
+    def test_every_number_of_experts_a_row(self, device, rng, top_k):
+        experts = e8_experts(4)
+        with pycoli.MoELayer(experts, devices=device) as layer:
+            check_layer(layer, experts, rng, rows=3, top_k=top_k)
+
+    def test_no_expert_and_weight_zero(self, device):
+        experts = e8_experts(4)
+        x = gaussian(3, D)
+        ids = np.array([[-1, 2], [0, 1], [-1, -1]], np.int32)
+        weights = np.array([[np.nan, 0.5], [0.0, 2.0], [1.0, 1.0]], np.float32)
+        with pycoli.MoELayer(experts, devices=device) as layer:
+            y = layer(x, ids, weights)
+            assert sum(paths(layer).values()) == 2
+            assert not y[2].any()
+            np.testing.assert_array_equal(y[1], layer(x[1:2], [[1]], np.array([[2.0]], np.float32))[0])
+
+    def test_rows_do_not_depend_on_each_other(self, device, rng):
+        experts = e8_experts(4)
+        with pycoli.MoELayer(experts, devices=device) as layer:
+            x, ids, weights, y = check_layer(layer, experts, rng, rows=4, top_k=2)
+            for row in range(4):
+                np.testing.assert_array_equal(layer(x[row], ids[row], weights[row]), y[row])
+
+    def test_threads_do_not_change_bits(self, rng):
+        experts = mixed_experts()
+        results = []
+        with pycoli.MoELayer(experts, devices="cpu") as layer:
+            x, (ids, weights) = gaussian(300, D), random_pairs(rng, 300, 4, 8)
+            for threads in (1, 2):
+                cpu.set_threads(threads)
+                results.append(layer(x, ids, weights))
+            cpu.set_threads(0)
+        np.testing.assert_array_equal(*results)
+
+    def test_x_is_rotated_once_or_never(self, device, rng):
+        experts = [*e8_experts(3), expert_weights(("int8", "int8", "e8"), D, H)]
+        with pycoli.MoELayer(experts, devices=device) as layer:
+            x, one = gaussian(2, D), np.ones((2, 3), np.float32)
+            layer(x, np.array([[0, 1, 2], [2, 1, 3]]), one)
+            assert layer.stats()["last"]["rotations"] == 1
+            layer(x, np.array([[3, 3, 3], [3, 3, 3]]), one)
+            assert layer.stats()["last"]["rotations"] == 0
+
+    def test_gate_and_up_that_are_rotated_differently(self, device, rng):
+        experts = [expert_weights(("e8", "int8", "e8"), D, H), expert_weights(("int4", "e8", "f32"), D, H, seed=1)]
+        with pycoli.MoELayer(experts, devices=device) as layer:
+            check_layer(layer, experts, rng)
+            assert layer.where == ["cpu", "cpu"]
+            wanted = "it was never placed" if device == "cpu" else "need different inputs"
+            assert wanted in layer.why_cpu(0)
+
+    def test_unrotated_e8(self, device, rng):
+        experts = [expert_weights(dim=D, hidden=H, rotate=(False,) * 3), expert_weights(dim=D, hidden=H, seed=1)]
+        with pycoli.MoELayer(experts, devices=device) as layer:
+            check_layer(layer, experts, rng)
+
+    def test_leading_dimensions(self, device):
+        with pycoli.MoELayer(e8_experts(2), devices=device) as layer:
+            assert layer(gaussian(2, 3, D), np.zeros((2, 3, 1), int), np.ones((2, 3, 1), np.float32)).shape == (2, 3, D)
+            assert layer(gaussian(0, D), np.zeros((0, 1), int), np.ones((0, 1), np.float32)).shape == (0, D)
+
+    def test_with_its_router(self, device):
+        experts = e8_experts(4)
+        router = pycoli.Router(gaussian(4, D, seed=5), 2)
+        x = gaussian(6, D)
+        with pycoli.MoELayer(experts, router, devices=device) as layer:
+            y = layer(x)
+            np.testing.assert_array_equal(y, layer(x, *router(x)))
+            np.testing.assert_array_equal(layer.heat > 0, np.isin(np.arange(4), router(x)[0]))
+
+    def test_more_rows_than_a_block_holds(self, rng):
+        wide, rows, top_k = 2048, 2100, 16
+        experts = [expert_weights(("int8", "int8", "int8"), wide, 2, seed=i) for i in range(24)]
+        x, (ids, weights) = gaussian(rows, wide), random_pairs(rng, rows, top_k, 24)
+        with pycoli.MoELayer(experts, devices="cpu") as layer:
+            y = layer(x, ids, weights)
+            some = slice(1000, 1010)
+            np.testing.assert_array_equal(y[some], layer(x[some], ids[some], weights[some]))
+        assert oracle.relative_rms(y[some], expected_layer(x[some], ids[some], weights[some], experts)) < LIMIT
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            (([[8]], [[1]]), pycoli.ArgumentError, "ids[0, 0] must be -1 ... 7, got 8"),
+            (([[-2]], [[1]]), pycoli.ArgumentError, "ids[0, 0] must be -1 ... 7, got -2"),
+            (([[2**40]], [[1]]), pycoli.ArgumentError, "ids must be numbers of experts"),
+            (([[0.5]], [[1]]), pycoli.DtypeError, "ids must be whole numbers, got float64"),
+            (([[0, 1]], [[1]]), pycoli.ShapeError, "ids and weights must be [..., K] for 1 rows"),
+            (([[0], [1]], [[1], [1]]), pycoli.ShapeError, "must be [..., K] for 1 rows"),
+            (([[0]], None), pycoli.ArgumentError, "ids need weights"),
+            ((None, [[1]]), pycoli.ArgumentError, "weights need ids"),
+            ((None, None), pycoli.ArgumentError, "the layer has no router"),
+            (([[]], [[]]), pycoli.ArgumentError, "K must be 1 or more, got 0"),
+            (([[0]], [[1]], [1]), pycoli.ArgumentError, "the layer has no shared expert"),
+            (([[0]], [[1]], [1, 1]), pycoli.ShapeError, "shared_weights must be one for each of 1 rows"),
+        ],
+    )
+    def test_arguments_that_do_not_fit(self, arguments, error, message):
+        def array(values, dtype):
+            return None if values is None else np.array(values, dtype)
+
+        ids, *floats = arguments
+        ids = array(ids, int if ids == [[]] else None)
+        with pycoli.MoELayer(mixed_experts(), devices="cpu") as layer, refused(error, message):
+            layer(gaussian(1, D), ids, *(array(f, np.float32) for f in floats))
+
+    def test_experts_that_do_not_fit(self):
+        good, other = expert_weights(dim=D, hidden=H), expert_weights(dim=D, hidden=32)
+        for experts, error, message in [
+            ([good, other], pycoli.ShapeError, "expert 1: gate must be [64, 128] as that of the first, got [32, 128]"),
+            ([good[:2]], pycoli.ShapeError, "experts[0] must be (gate, up, down), got 2 matrices"),
+            ([(*good[:2], np.zeros(3))], pycoli.DtypeError, "experts[0]: down must be Weights"),
+            (5, pycoli.DtypeError, "experts must be a sequence"),
+            ([], pycoli.ArgumentError, "at least 1 expert"),
+        ]:
+            with refused(error, message):
+                pycoli.MoELayer(experts, devices="cpu")
+        with refused(pycoli.ShapeError, "router must be for [1, 128]"):
+            pycoli.MoELayer([good], pycoli.Router(np.eye(D, dtype=np.float32), 2), devices="cpu")
+
+    def test_a_layer_of_a_shared_expert_alone(self, device):
+        shared = expert_weights(dim=D, hidden=H)
+        x = gaussian(3, D)
+        with pycoli.MoELayer([], shared=shared, devices=device) as layer:
+            y = layer(x, np.zeros((3, 0), int), np.zeros((3, 0), np.float32))
+        assert oracle.relative_rms(y, expected_expert(x.astype(np.float64), *shared)) < LIMIT
+
+    def test_freed(self):
+        layer = pycoli.MoELayer(e8_experts(2), devices="cpu")
+        layer.free()
+        layer.free()
+        with refused(pycoli.FreedError, "the layer of 2 experts has been freed"):
+            layer(gaussian(1, D), [[0]], np.ones((1, 1), np.float32))
+
+
+class TestPaths:
+    def test_few_rows_are_issued_and_many_are_a_group(self, backend, rng):
+        experts = e8_experts(8)
+        with pycoli.MoELayer(experts, devices=["cuda:0"]) as layer:
+            for rows in (1, 3):
+                check_layer(layer, experts, rng, rows=rows, top_k=8)
+                assert set(paths(layer)) == {"issue"}
+            check_layer(layer, experts, rng, rows=40, top_k=8)
+            assert set(paths(layer)) == {"group"}
+
+    def test_formats_that_meet_different_rows_are_issued_by_rows(self, backend, rng):
+        """The library sums up rows of one x alone."""
+        experts = mixed_experts(8)
+        with pycoli.MoELayer(experts, devices=["cuda:0"]) as layer:
+            check_layer(layer, experts, rng, rows=1, top_k=8)
+            assert set(paths(layer)) == {"issue"}
+            check_layer(layer, experts, rng, rows=3, top_k=8)
+            assert set(paths(layer)) == {"group"}
+
+    def test_the_cpu_has_its_share(self, backend, rng):
+        experts = e8_experts(6)
+        with pycoli.MoELayer(experts, devices=["cuda:0"], vram_budget=room_for(experts, 4)) as layer:
+            assert set(layer.where) == {"cuda:0", "cpu"}
+            x, one = gaussian(1, D), np.ones((1, 6), np.float32)
+            layer(x, [range(6)], one)
+            on_gpu = layer.where.count("cuda:0")
+            assert paths(layer) == {"issue": on_gpu, "cpu": 6 - on_gpu}
+            size = sum(m.nbytes for m in experts[0])
+            assert layer.stats()["last"]["cpu_bytes"] == size * (6 - on_gpu)
+            check_layer(layer, experts, rng, rows=100, top_k=6)
+            assert set(paths(layer)) == {"group", "cpu"}
+
+    def test_an_old_library_keeps_what_it_can(self, old_backend, rng):
+        experts = [expert_weights(("int8",) * 3, D, H), expert_weights(("int4",) * 3, D, H), *e8_experts(1)]
+        with pycoli.MoELayer(experts, vram_budget=10**6) as layer:
+            assert layer.where == ["cuda:0", "cuda:0", "cpu"]
+            assert "coli_cuda_e8_set_grid" in layer.why_cpu(2)
+            x, one = gaussian(1, D), np.ones((1, 3), np.float32)
+            y = layer(x, [[0, 1, 2]], one)
+            assert oracle.relative_rms(y, expected_layer(x, np.array([[0, 1, 2]]), one, experts)) < LIMIT
+            assert paths(layer) == {"issue": 2, "cpu": 1}
+
+    @pytest.mark.parametrize(
+        ("lacking", "one_row", "many_rows"),
+        [
+            (["expert_group_issue"], {"group"}, {"group"}),
+            (["expert_group_take"], {"group"}, {"group"}),
+            (["expert_group_issue_sum"], {"issue"}, {"group"}),
+            (["expert_group"], {"issue"}, {"issue"}),
+            (["expert_group", "expert_group_issue_sum"], {"issue"}, {"single"}),
+            (["expert_group", "expert_group_issue"], {"single"}, {"single"}),
+            (["expert_mlp"], {"issue"}, {"issue"}),
+            (["expert_group", "expert_group_issue", "expert_mlp"], {"cpu"}, {"cpu"}),
+            (["e8_set_grid"], {"cpu"}, {"cpu"}),
+        ],
+    )
+    def test_a_library_that_lacks_entry_points(self, simt_lib, tmp_path, rng, lacking, one_row, many_rows):
+        library = tmp_path / "libcoli_cuda.so"
+        content = simt_lib.read_bytes()
+        for name in lacking:
+            symbol = f"\0coli_cuda_{name}\0".encode()
+            assert content.count(symbol) >= 1
+            content = content.replace(symbol, symbol.replace(b"coli_cuda", b"none_cuda"))
+        library.write_bytes(content)
+        backend = pycoli.open_backend(library)
+        experts = e8_experts(4)
+        with pycoli.MoELayer(experts, devices=[pycoli.Device(0, backend)]) as layer:
+            check_layer(layer, experts, rng, rows=1, top_k=4)
+            assert set(paths(layer)) == one_row
+            check_layer(layer, experts, rng, rows=20, top_k=2)
+            assert set(paths(layer)) == many_rows
+            why = layer.why_cpu(0)
+            assert (lacking[0] in why) if one_row == {"cpu"} else why is None
+        backend.shutdown()
+
+    def test_four_threads_call_four_layers(self, backend):
+        experts = e8_experts(8)
+        layers = [pycoli.MoELayer(experts, devices=["cuda:0"], vram_budget=10**9) for _ in range(4)]
+        wrong = []
+
+        def work(number):
+            rng = np.random.default_rng(number)
+            try:
+                for turn in range(6):
+                    check_layer(layers[number], experts, rng, rows=1 + 2 * (turn % 2), top_k=8)
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=work, args=[number]) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for layer in layers:
+            assert sum(layer.stats()["total"]["failed"].values()) == 0
+            layer.free()
+        assert not wrong
+
+
+@pytest.fixture
+def simulated(simt_lib, monkeypatch):
+    """The simulated GPU library with fault injection; nothing may be left on its devices."""
+    monkeypatch.setenv("COLI_CUDA_LIB", str(simt_lib))
+    backend = pycoli.open_backend()
+    simulator = Simulator(backend.path)
+    yield simulator
+    simulator.fail(b"*", 0)
+    left = {name: pycoli.Device(name).stats() for name in backend.devices()}
+    backend.shutdown()
+    assert set(left.values()) == {(0, 0)}, left
+
+
+class TestFaults:
+    @pytest.mark.parametrize(("rows", "top_k"), [(1, 4), (70, 4)])
+    def test_every_call_that_fails(self, backend, monkeypatch, rng, rows, top_k):
+        experts = e8_experts(6)
+        with pycoli.MoELayer(experts, devices=["cuda:0"]) as layer:
+            x, ids, weights, clean = check_layer(layer, experts, rng, rows, top_k)
+            wanted = expected_layer(x, ids, weights, experts)
+            for allowed in range(20):
+                monkeypatch.setenv("COLI_GPU_FAIL_AFTER", str(allowed))
+                y = layer(x, ids, weights)
+                monkeypatch.delenv("COLI_GPU_FAIL_AFTER")
+                assert oracle.relative_rms(y, wanted) < LIMIT
+                failed = sum(paths(layer, what="failed").values())
+                assert ("cpu" in paths(layer)) <= (failed > 0)
+                if not failed:
+                    break
+                assert "COLI_GPU_FAIL_AFTER" in layer.stats()["last_failure"]
+                np.testing.assert_array_equal(layer(x, ids, weights), clean)
+                assert layer.why_cpu(int(ids[0, 0])) is None
+            assert 1 <= allowed < 19
+
+    @pytest.mark.parametrize(("rows", "top_k"), [(1, 4), (70, 4)])
+    def test_every_runtime_call_that_fails(self, simulated, rng, rows, top_k):
+        experts = e8_experts(6)
+        with pycoli.MoELayer(experts, devices=["cuda:0"]) as layer:
+            x, ids, weights, clean = check_layer(layer, experts, rng, rows, top_k)
+            wanted = expected_layer(x, ids, weights, experts)
+            before = simulated.calls()
+            layer(x, ids, weights)
+            calls = simulated.calls() - before
+            assert calls > 3
+            seen = set()
+            for nth in range(1, calls + 1):
+                simulated.fail(b"*", nth)
+                y = layer(x, ids, weights)
+                simulated.fail(b"*", 0)
+                assert oracle.relative_rms(y, wanted) < LIMIT
+                seen |= set(paths(layer, what="failed"))
+                np.testing.assert_array_equal(layer(x, ids, weights), clean)
+            assert seen == ({"issue"} if rows == 1 else {"group"})
+
+    def test_every_allocation_that_fails(self, simulated, rng):
+        experts = e8_experts(4)
+        pycoli.Device(0).memory()
+        for nth in range(1, 20):
+            simulated.fail(b"cudaMalloc", nth)
+            with pycoli.MoELayer(experts, devices=["cuda:0"]) as layer:
+                simulated.fail(b"*", 0)
+                where = layer.where
+                check_layer(layer, experts, rng)
+                if "cpu" in where:
+                    assert "memory" in layer.why_cpu(where.index("cpu"))
+            if "cpu" not in where:
+                break
+        assert nth == 13  # one for each matrix, and then none fails
+
+    def test_a_full_device_hands_on_to_the_next(self, simulated, rng):
+        experts = e8_experts(4)
+        pycoli.Device(0).memory()
+        simulated.fail(b"cudaMalloc", 2)
+        with pycoli.MoELayer(experts, devices=["cuda:0", "cuda:1"]) as layer:
+            simulated.fail(b"*", 0)
+            assert len(set(layer.where)) == 1
+            assert layer.where[0] != "cpu"
+            check_layer(layer, experts, rng)
+
+    def test_shutdown_and_a_new_start(self, backend, rng):
+        experts = e8_experts(4)
+        with pycoli.MoELayer(experts, devices=["cuda:0"]) as layer:
+            check_layer(layer, experts, rng)
+            backend.shutdown()
+            assert layer.where == ["cpu"] * 4
+            check_layer(layer, experts, rng)
+            assert set(paths(layer)) == {"cpu"}
+            assert "taken off the GPU" in layer.why_cpu(0)
+            layer.place(["cuda:0"])
+            check_layer(layer, experts, rng)
+            assert set(paths(layer)) == {"issue"}
+
+    def test_a_shutdown_behind_its_back(self, simulated, rng):
+        """What a C host may do: the tensors are gone, and the layer goes on from host memory."""
+        experts = e8_experts(4)
+        backend = pycoli.open_backend()
+        with pycoli.MoELayer(experts, devices=["cuda:0"]) as layer:
+            backend._entry("coli_cuda_shutdown")()
+            check_layer(layer, experts, rng)
+            assert set(paths(layer)) == {"cpu"}
+            assert layer.why_cpu(0)
+        backend._started_in = None
+
+    @pytest.mark.parametrize("nth", range(1, 7))
+    def test_an_update_that_fails_half_way(self, simulated, rng, nth):
+        experts = e8_experts(4)
+        with pycoli.MoELayer(experts, devices=["cuda:0"], vram_budget=room_for(experts, 2)) as layer:
+            assert layer.where.count("cuda:0") == 2
+            cold = layer.where.index("cpu")
+            heat = np.zeros(4)
+            heat[cold] = 10
+            layer.heat = heat
+            simulated.fail(b"cudaMemcpyAsync", nth)
+            done = layer.repin()
+            simulated.fail(b"*", 0)
+            assert done["swaps"] + done["failed"] == 1
+            if done["failed"]:
+                assert layer.where[cold] == "cpu"
+                assert layer.where.count("cuda:0") == 1
+                assert "was lost" in layer.why_cpu(cold)
+            check_layer(layer, experts, rng)
+            layer.place(["cuda:0"], room_for(experts, 2))
+            assert "cuda:0" in layer.where
+            check_layer(layer, experts, rng)
+
+    def test_an_e8_codebook_cannot_change_under_a_layer(self, backend):
+        table = bytes(range(256)) * 4
+        with pycoli.MoELayer(e8_experts(2), devices=["cuda:0"]), refused(pycoli.StateError, "2 E8 matrices"):
+            backend.set_e8_codebook(table)
+        backend.set_e8_codebook(table)
+        with refused(pycoli.StateError, "another codebook"):
+            pycoli.MoELayer(e8_experts(2), devices=["cuda:0"])
+
+
+class TestHostCopies:
+    def test_released_on_a_gpu_and_read_again(self, backend, rng, monkeypatch):
+        experts, asked = e8_experts(4), []
+
+        def reread(number):
+            asked.append(number)
+            return experts[number]
+
+        with pycoli.MoELayer(experts, devices=["cuda:0"], reread=reread) as layer:
+            assert sorted(asked) == [0, 1, 2, 3]
+            assert not layer._host._held
+            check_layer(layer, experts, rng)
+            assert len(asked) == 4
+            monkeypatch.setenv("COLI_GPU_FAIL_AFTER", "0")
+            check_layer(layer, experts, rng, rows=1, top_k=4)
+            assert len(asked) > 4
+            assert not layer._host._held
+            monkeypatch.delenv("COLI_GPU_FAIL_AFTER")
+            layer.unplace()
+            assert sorted(layer._host._held) == [0, 1, 2, 3]
+            check_layer(layer, experts, rng)
+
+    def test_on_the_cpu_they_are_read_when_needed(self, rng):
+        experts, asked = e8_experts(4), []
+        with pycoli.MoELayer(experts, devices="cpu", reread=lambda n: asked.append(n) or experts[n]) as layer:
+            assert asked == []
+            for _ in range(2):
+                layer(gaussian(1, D), [[2]], np.ones((1, 1), np.float32))
+            assert asked == [2]
+
+    def test_a_reread_that_fails(self, rng):
+        experts = e8_experts(2)
+
+        def fails(number):
+            raise OSError("the disk is gone")
+
+        with pycoli.MoELayer(experts, devices="cpu", reread=fails) as layer:
+            with pytest.raises(pycoli.StateError, match="expert 1 cannot be had") as caught:
+                layer(gaussian(1, D), [[1]], np.ones((1, 1), np.float32))
+            assert "the disk is gone" in str(caught.value.__cause__)
+
+    def test_a_reread_of_another_kind(self):
+        experts, other = e8_experts(1), expert_weights(("int8",) * 3, D, H)
+        with pycoli.MoELayer(experts, devices="cpu", reread=lambda n: other) as layer:
+            with pytest.raises(pycoli.StateError) as caught:
+                layer(gaussian(1, D), [[0]], np.ones((1, 1), np.float32))
+            assert "reread(0) must give" in str(caught.value.__cause__)
+
+    def test_unplace_changes_nothing_where_copies_cannot_be_had(self, backend, rng):
+        experts, works = e8_experts(3), [True]
+
+        def reread(number):
+            if not works[0]:
+                raise OSError("gone")
+            return experts[number]
+
+        with pycoli.MoELayer(experts, devices=["cuda:0"], reread=reread) as layer:
+            works[0] = False
+            with pytest.raises(pycoli.StateError):
+                layer.unplace()
+            assert layer.where == ["cuda:0"] * 3
+            check_layer(layer, experts, rng)
+
+
+class TestPlacement:
+    def test_the_hottest_first_within_the_budget(self, backend):
+        experts = e8_experts(6)
+        with pycoli.MoELayer(experts, devices="cpu") as layer:
+            layer.heat = [1, 6, 2, 5, 3, 4]
+            layer.place(["cuda:0"], room_for(experts, 4))
+            assert [i for i, name in enumerate(layer.where) if name == "cuda:0"] == [1, 3, 4, 5]
+            assert "bytes of room" in layer.why_cpu(0)
+            layer.place(["cuda:0"], 10**9)
+            assert layer.where == ["cuda:0"] * 6
+
+    @pytest.mark.parametrize("budget", [0, 1000])
+    def test_no_room_at_all(self, backend, budget):
+        with pycoli.MoELayer(e8_experts(2), devices=["cuda:0"], vram_budget=budget) as layer:
+            assert layer.where == ["cpu", "cpu"]
+            assert pycoli.Device(0).stats().tensors == 0
+
+    def test_a_reserve_larger_than_the_device(self, backend):
+        with pycoli.MoELayer(e8_experts(2), devices=["cuda:0"], reserve=1 << 60) as layer:
+            assert layer.where == ["cpu", "cpu"]
+        assert RESERVE < 1 << 60
+
+    def test_two_devices_share_the_load(self, backend, rng):
+        if len(backend.devices()) < 2:
+            pytest.skip("needs two GPUs")
+        experts = e8_experts(8)
+        with pycoli.MoELayer(experts, devices=["cuda:0", "cuda:1"], vram_budget=10**9) as layer:
+            assert layer.where.count("cuda:0") == layer.where.count("cuda:1") == 4
+            check_layer(layer, experts, rng, rows=1, top_k=8)
+            assert set(paths(layer)) == {"issue"}
+            check_layer(layer, experts, rng, rows=20, top_k=8)
+        with pycoli.MoELayer(experts, devices=[0, 1], vram_budget={"cuda:0": 0, "cuda:1": 10**9}) as layer:
+            assert layer.where == ["cuda:1"] * 8
+
+    def test_layers_share_a_budget(self, backend):
+        experts = e8_experts(4)
+        layers = [pycoli.MoELayer(experts, devices="cpu") for _ in range(2)]
+        layers[0].heat = [1, 1, 1, 9]
+        layers[1].heat = [8, 2, 7, 1]
+        pycoli.place(layers, ["cuda:0"], room_for(experts, 4))
+        placed = [(i, e) for i, layer in enumerate(layers) for e, name in enumerate(layer.where) if name != "cpu"]
+        assert placed == [(0, 3), (1, 0), (1, 1), (1, 2)]
+        with refused(pycoli.ArgumentError, "in the list twice"):
+            pycoli.place([layers[0], layers[0]], ["cuda:0"])
+        for layer in layers:
+            layer.free()
+
+    def test_without_a_gpu(self, built_without_cuda, rng):
+        experts = e8_experts(2)
+        with pycoli.MoELayer(experts) as layer:
+            assert layer.where == ["cpu", "cpu"]
+            check_layer(layer, experts, rng)
+
+
+class TestRepin:
+    def test_a_hot_expert_takes_the_place_of_a_cold_one(self, backend, rng):
+        experts = e8_experts(6)
+        with pycoli.MoELayer(experts, devices=["cuda:0"], vram_budget=room_for(experts, 4)) as layer:
+            held = [i for i, name in enumerate(layer.where) if name == "cuda:0"]
+            hot = layer.where.index("cpu")
+            heat = np.ones(6)
+            heat[hot], heat[held[-1]] = 50, 0.5
+            layer.heat = heat
+            before = pycoli.Device(0).stats()
+            done = layer.repin()
+            assert (done["swaps"], done["failed"], done["bytes"]) == (1, 0, sum(m.nbytes for m in experts[hot]))
+            assert layer.where[hot] == "cuda:0"
+            assert layer.where[held[-1]] == "cpu"
+            assert pycoli.Device(0).stats() == before
+            check_layer(layer, experts, rng, rows=3, top_k=6)
+            assert layer.stats()["total"]["repinned"] == done
+            assert layer.repin()["swaps"] == 0
+
+    def test_formats_must_be_the_same(self, backend):
+        experts = [*e8_experts(1), expert_weights(("int8",) * 3, D, H)]
+        with pycoli.MoELayer(experts, devices="cpu") as layer:
+            layer.heat = [5, 0]
+            layer.place(["cuda:0"], room_for(experts[:1], 1))
+            assert layer.where == ["cuda:0", "cpu"]
+            layer.heat = [0, 50]
+            assert layer.repin()["swaps"] == 0
+
+    def test_small_differences_do_not_swap(self, backend):
+        experts = e8_experts(4)
+        with pycoli.MoELayer(experts, devices=["cuda:0"], vram_budget=room_for(experts, 2)) as layer:
+            heat = np.where([name == "cpu" for name in layer.where], 11.0, 10.0)
+            layer.heat = heat
+            assert layer.repin(hysteresis=0.25)["swaps"] == 0
+            assert layer.repin(hysteresis=0.05, most_swaps=1)["swaps"] == 1
+            with refused(pycoli.ArgumentError, "hysteresis must be 0 or more"):
+                layer.repin(-1)
+
+    def test_a_trace_that_shifts(self, simulated):
+        """After a shift of skewed routing, repinning brings the hit rate to 90 % of the best static placement, and then
+        leaves it alone."""
+        count, top_k, steps = 32, 4, 120
+        experts = [expert_weights(("int8",) * 3, 16, 8, seed=i) for i in range(count)]
+        rng = np.random.default_rng(7)
+        with pycoli.MoELayer(experts, devices="cpu") as layer:
+            layer.set_half_life(64)
+            for phase in range(3):
+                popularity = rng.permutation(1 / np.arange(1, count + 1) ** 1.2)
+                popularity /= popularity.sum()
+                hits, swaps = [], []
+                for step in range(steps):
+                    ids = rng.choice(count, (4, top_k), p=popularity)
+                    layer(gaussian(4, 16), ids, np.ones(ids.shape, np.float32))
+                    if phase == 0 and step == 20:
+                        layer.place(["cuda:0"], room_for(experts, 8))
+                    on_gpu = np.array(layer.where) != "cpu"
+                    hits.append(on_gpu[ids].mean())
+                    if step % 8 == 7:
+                        swaps.append(layer.repin()["swaps"])
+                best = np.sort(popularity)[::-1][: int(on_gpu.sum())].sum()
+                assert np.mean(hits[-40:]) > 0.9 * best
+                assert sum(swaps[-5:]) <= 10
+
+
+class TestOverlap:
+    def test_the_gpu_works_while_the_cpu_does(self, build_dir, tmp_path, monkeypatch):
+        library = shutil.copy(build_dir / "tests" / "stubs" / "stub_slow.so", tmp_path / "slow.so")
+        backend = pycoli.open_backend(library)
+        wide, hidden = 1024, 2048
+        experts = [expert_weights(("int8",) * 3, wide, hidden, seed=i) for i in range(4)]
+        x, one = gaussian(1, wide), np.ones((1, 2), np.float32)
+        with pycoli.MoELayer(experts, devices=[pycoli.Device(0, backend)], vram_budget=15_000_000) as layer:
+            on_gpu = [i for i, name in enumerate(layer.where) if name != "cpu"]
+            on_cpu = [i for i, name in enumerate(layer.where) if name == "cpu"]
+            assert on_gpu
+            assert on_cpu
+
+            def fastest(ids):
+                times = []
+                for _ in range(15):
+                    start = time.perf_counter()
+                    layer(x, [ids], one[:, : len(ids)])
+                    times.append(time.perf_counter() - start)
+                return min(times)
+
+            cpu_alone = fastest(on_cpu[:1])
+            monkeypatch.setenv("STUB_DELAY_US", str(int(2e6 * cpu_alone)))
+            gpu_alone, both = fastest(on_gpu[:1]), fastest([on_gpu[0], on_cpu[0]])
+            hidden_share = (cpu_alone + gpu_alone - both) / cpu_alone
+            assert hidden_share > 0.8, f"CPU {cpu_alone:.6f}, GPU {gpu_alone:.6f}, together {both:.6f}"
+        backend.shutdown()
