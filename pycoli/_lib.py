@@ -6,6 +6,7 @@ The library is loaded at the first use, so that a broken one can still be report
 from __future__ import annotations
 
 import functools
+import ntpath
 import os
 import sys
 from importlib import resources
@@ -23,12 +24,38 @@ except ModuleNotFoundError as error:
 
 _FILE_NAMES = {"win32": "{}.dll", "darwin": "lib{}.dylib"}
 
+# Flags of LoadLibraryEx: the folder of Python, System32 and what os.add_dll_directory() added, for a path also the
+# library's own folder; never the current folder or PATH.
+_SEARCH_DEFAULT_DIRS, _SEARCH_DLL_LOAD_DIR = 0x1000, 0x100
 
-def packaged_library(name: str) -> str:
+
+def packaged_library(name: str, platform: str = sys.platform) -> str:
     """Where "coli" or "coli_cuda" is when it was installed with the package; in an editable install, in the build."""
-    file = _FILE_NAMES.get(sys.platform, "lib{}.so").format(name)
+    file = _FILE_NAMES.get(platform, "lib{}.so").format(name)
     folders = [resources.files(__package__), *map(Path, sys.modules[__package__].__path__)]
     return str(next((folder / file for folder in folders if (folder / file).is_file()), folders[0] / file))
+
+
+def open_library(library: str, platform: str = sys.platform, dlopen=ffi.dlopen):
+    """The shared library at a path; a name without a folder is left to the system. OSError says what failed."""
+    if platform != "win32":
+        return dlopen(library)
+    if not ntpath.dirname(library):
+        return dlopen(library, _SEARCH_DEFAULT_DIRS)
+    return dlopen(ntpath.abspath(library), _SEARCH_DEFAULT_DIRS | _SEARCH_DLL_LOAD_DIR)
+
+
+def path_bytes(library: str | os.PathLike, platform: str = sys.platform) -> bytes:
+    """A path as libcoli takes it: UTF-8 on Windows, the file system's bytes elsewhere.
+
+    TypeError for what is no path, UnicodeEncodeError for what no file can be called.
+    """
+    return os.fspath(library).encode() if platform == "win32" else os.fsencode(library)
+
+
+def path_text(library: bytes, platform: str = sys.platform) -> str:
+    """The inverse of path_bytes()."""
+    return library.decode() if platform == "win32" else os.fsdecode(library)
 
 
 path = os.environ.get("COLI_LIB") or packaged_library("coli")
@@ -37,7 +64,7 @@ path = os.environ.get("COLI_LIB") or packaged_library("coli")
 @functools.cache
 def _loaded():
     try:
-        library = ffi.dlopen(path)
+        library = open_library(path)
         version = library.coli_abi_version()
     except OSError as error:
         raise errors.BackendError(

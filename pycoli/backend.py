@@ -10,7 +10,18 @@ import weakref
 from contextlib import ExitStack, suppress
 
 from ._arrays import floats
-from ._lib import check, error_of, ffi, lib, name_bytes, packaged_library, text
+from ._lib import (
+    check,
+    error_of,
+    ffi,
+    lib,
+    name_bytes,
+    open_library,
+    packaged_library,
+    path_bytes,
+    path_text,
+    text,
+)
 from .errors import (
     ArgumentError,
     BackendError,
@@ -54,7 +65,7 @@ def open_backend(path: str | os.PathLike | None = None) -> Backend:
             if path is not None or packaged is not None or os.environ.get("COLI_CUDA_LIB"):
                 raise
             raise BackendError(f"{NOT_INSTALLED}: {error}") from None
-        return _opened.setdefault(os.path.realpath(backend.path), backend)
+        return _opened.setdefault(os.path.normcase(os.path.realpath(backend.path)), backend)
 
 
 def why_no_backend(feature: str) -> str:
@@ -82,10 +93,10 @@ class Backend:
 
     def __init__(self, path: str | os.PathLike | None = None):
         opened = ffi.new("coli_backend **")
-        check(lib.coli_backend_open(ffi.NULL if path is None else _path_bytes(path), opened))
+        check(lib.coli_backend_open(ffi.NULL if path is None else _checked_path(path), opened))
         self._handle = ffi.gc(opened[0], lib.coli_backend_close)
-        self.path = ffi.string(lib.coli_backend_path(self._handle)).decode(errors="surrogateescape")
-        self._library = ffi.dlopen(self.path)
+        self.path = path_text(ffi.string(lib.coli_backend_path(self._handle)))
+        self._library = open_library(self.path)
         self.e8_codebook = published_codebook()
         self._started_in: int | None = None
         self._start_lock = threading.RLock()
@@ -292,9 +303,9 @@ def _packaged_path() -> str | None:
     return packaged if not os.environ.get("COLI_CUDA_LIB") and os.path.exists(packaged) else None
 
 
-def _path_bytes(path) -> bytes:
+def _checked_path(path) -> bytes:
     try:
-        encoded = os.fsencode(path)
+        encoded = path_bytes(path)
     except TypeError:
         raise DtypeError(f"path must be a str or path, got {type(path).__name__} {path!r}") from None
     except UnicodeEncodeError:

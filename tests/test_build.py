@@ -217,3 +217,24 @@ def test_one_version_everywhere():
     assert project["version"] == of_header
     assert pycoli.__version__ == of_header
     assert importlib.metadata.version("pycoli") == of_header
+
+
+# ---- tools/build_cuda_dll.py, as far as it can be looked at without Windows ----
+
+
+def test_cuda_dll_is_made_of_every_source(tmp_path):
+    printed = check(run(sys.executable, ROOT / "tools" / "build_cuda_dll.py", tmp_path / "out", "--print")).splitlines()
+    *compiles, link = [line.split() for line in printed]
+    cuda = ROOT / "libcoli" / "cuda"
+    compiled = {Path(line[line.index("-c") + 1]) for line in compiles}
+    assert compiled == {*cuda.glob("*.cpp"), *cuda.glob("api/*.cpp"), *cuda.glob("kernels/*.cu")}
+    assert [line[-1] for line in compiles] == [word for word in link if word.endswith(".obj")]
+    assert link[-1] == str(tmp_path / "out" / "coli_cuda.dll")
+    assert not (tmp_path / "out").exists()
+
+
+def test_cuda_dll_is_refused_elsewhere(tmp_path):
+    result = run(sys.executable, ROOT / "tools" / "build_cuda_dll.py", tmp_path / "out")
+    assert result.returncode == 2
+    assert "this is for Windows" in result.stderr
+    assert not (tmp_path / "out").exists()

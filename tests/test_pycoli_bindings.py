@@ -138,3 +138,72 @@ def test_checkout_that_is_not_installed():
     command = [sys.executable, "-I", "-S", "-c", program]  # -S: without the installed packages
     said = subprocess.run(command, capture_output=True, text=True).stderr.strip().splitlines()[-1]
     assert said == "ImportError: pycoli is not installed in this Python; in the checkout: pip install ."
+
+
+# ---- Windows, whose paths and flags can be looked at anywhere ----
+
+
+@pytest.mark.parametrize(
+    ("library", "opened", "flags"),
+    [
+        (r"C:\Program Files\pycoli\coli.dll", r"C:\Program Files\pycoli\coli.dll", 0x1100),
+        ("C:/Users/Jörg 重/coli_cuda.dll", r"C:\Users\Jörg 重\coli_cuda.dll", 0x1100),
+        (r"\\server\share\bin\..\coli.dll", r"\\server\share\coli.dll", 0x1100),
+        ("coli_cuda.dll", "coli_cuda.dll", 0x1000),
+    ],
+)
+def test_windows_library_is_opened_by_its_absolute_path(library, opened, flags):
+    """With flags that leave the current folder and PATH out; a name without a folder is left to the system."""
+    calls = []
+    assert _lib.open_library(library, "win32", lambda *arguments: calls.append(arguments) or "library") == "library"
+    assert calls == [(opened, flags)]
+
+
+@pytest.mark.parametrize("library", [r"build\coli.dll", "build/coli.dll", r".\build\coli.dll"])
+def test_windows_never_gets_a_relative_path(library):
+    calls = []
+    _lib.open_library(library, "win32", lambda *arguments: calls.append(arguments))
+    [(opened, flags)] = calls
+    assert opened.endswith(r"\build\coli.dll")
+    assert opened != library
+    assert flags == 0x1100
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+@pytest.mark.parametrize("library", ["/usr/lib/libcoli.so", "build/libcoli.so", "libcoli.so"])
+def test_elsewhere_the_path_stays_as_it_is(library, platform):
+    calls = []
+    _lib.open_library(library, platform, lambda *arguments: calls.append(arguments))
+    assert calls == [(library,)]
+
+
+@pytest.mark.parametrize(
+    ("platform", "file"),
+    [("win32", "{}.dll"), ("linux", "lib{}.so"), ("darwin", "lib{}.dylib")],
+)
+@pytest.mark.parametrize("name", ["coli", "coli_cuda"])
+def test_names_of_the_installed_libraries(tmp_path, monkeypatch, platform, file, name):
+    """In a folder of the package; where none has it, the first is named."""
+    monkeypatch.setattr(_lib.resources, "files", lambda package: tmp_path / "first")
+    monkeypatch.setattr(pycoli, "__path__", [str(tmp_path / "second")])
+    file = file.format(name)
+    assert _lib.packaged_library(name, platform) == str(tmp_path / "first" / file)
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / file).touch()
+    assert _lib.packaged_library(name, platform) == str(tmp_path / "second" / file)
+
+
+@pytest.mark.parametrize("library", [r"C:\Jörg\coli_cuda.dll", "C:\\重み\\😀.dll", Path("x.dll")])
+def test_windows_paths_are_utf_8_whatever_python_thinks(library, monkeypatch):
+    monkeypatch.setattr(os, "fsencode", lambda path: pytest.fail("the file system's encoding was used"))
+    encoded = _lib.path_bytes(library, "win32")
+    assert encoded == str(library).encode("utf-8")
+    assert _lib.path_text(encoded, "win32") == str(library)
+
+
+def test_paths_that_are_none():
+    with pytest.raises(TypeError):
+        _lib.path_bytes(5, "win32")
+    with pytest.raises(UnicodeEncodeError):
+        _lib.path_bytes("\ud800.dll", "win32")
+    assert _lib.path_text(_lib.path_bytes("\udcff.so", "linux"), "linux") == "\udcff.so"

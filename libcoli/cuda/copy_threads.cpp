@@ -4,13 +4,18 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <csignal>
 #include <cstring>
 #include <mutex>
 #include <new>
 #include <system_error>
 #include <thread>
+
+#if defined(_WIN32)
+#include <process.h>
+#else
+#include <csignal>
 #include <unistd.h>
+#endif
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -25,6 +30,32 @@ constexpr size_t kLanes = 16;                    /* jobs at a time */
 constexpr size_t kSliceBytes = size_t{32} << 10; /* a few microseconds; all threads together have a first chunk soon */
 /* To wake a thread up takes longer than to copy a matrix, so it stays awake for a while for the next one. */
 constexpr std::chrono::microseconds kAwake{200};
+
+#if defined(_WIN32)
+int this_process() {
+    return _getpid();
+}
+
+class SignalsBlocked {}; /* there are none */
+#else
+pid_t this_process() {
+    return getpid();
+}
+
+/* Threads that begin meanwhile take no signals of the process: those are the host's, for its own threads. */
+class SignalsBlocked {
+  public:
+    SignalsBlocked() {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &previous_);
+    }
+    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &previous_, nullptr); }
+
+  private:
+    sigset_t previous_;
+};
+#endif
 
 /* Between looks at what another thread will change soon; the other may be waiting for this very core. */
 class Pause {
@@ -86,16 +117,12 @@ struct alignas(64) CopyLane {
 class CopyThreads {
   public:
     CopyThreads() {
-        /* signals of the process are the host's: its own threads take them */
-        sigset_t all, previous;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &previous);
+        [[maybe_unused]] SignalsBlocked blocked;
         const unsigned wanted = std::clamp(std::thread::hardware_concurrency(), 1u, kMostThreads + 1) - 1;
         try {
             for (; count_ < wanted; count_++) threads_[count_] = std::thread([this] { work(); });
         } catch (const std::system_error &) { /* fewer are enough; the caller copies too */
         }
-        pthread_sigmask(SIG_SETMASK, &previous, nullptr);
     }
 
     ~CopyThreads() {
@@ -197,16 +224,16 @@ namespace {
 /* Never destroyed by itself: at the end of a process the threads are gone before this library's statics. */
 std::mutex &threads_mutex = *new std::mutex;
 CopyThreads *threads = nullptr;
-pid_t threads_process = 0;
+decltype(this_process()) threads_process = 0;
 
 /* NULL when memory ran out. */
 CopyThreads *copy_threads() {
     std::lock_guard<std::mutex> lock(threads_mutex);
     /* a fork has none of its parent's threads */
-    if (threads && threads_process != getpid()) threads = nullptr;
+    if (threads && threads_process != this_process()) threads = nullptr;
     if (!threads) {
         threads = new (std::nothrow) CopyThreads;
-        threads_process = getpid();
+        threads_process = this_process();
     }
     return threads;
 }
@@ -215,7 +242,7 @@ CopyThreads *copy_threads() {
 
 void stop_copy_threads() {
     std::lock_guard<std::mutex> lock(threads_mutex);
-    if (threads && threads_process == getpid()) delete threads;
+    if (threads && threads_process == this_process()) delete threads;
     threads = nullptr;
 }
 

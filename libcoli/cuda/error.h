@@ -5,14 +5,21 @@
 #include "coli/coli_cuda.h"
 #include "gpu.h"
 
+/* Has GCC and Clang check a printf format. */
+#if defined(__GNUC__)
+#define COLI_PRINTF(format_number, first_argument) __attribute__((format(printf, format_number, first_argument)))
+#else
+#define COLI_PRINTF(format_number, first_argument)
+#endif
+
 namespace coli {
 
 /* Keeps the text for coli_cuda_last_error(), logs it, and returns false. */
-__attribute__((format(printf, 2, 3))) bool fail(coli_status status, const char *format, ...);
+COLI_PRINTF(2, 3) bool fail(coli_status status, const char *format, ...);
 
 /* True for cudaSuccess. Otherwise consumes the runtime's sticky error, so that it cannot taint the next check, and fails
  * with `what`, the runtime's name and text of the error, and what to do where that is known. */
-__attribute__((format(printf, 2, 3))) bool succeeded(cudaError_t result, const char *what, ...);
+COLI_PRINTF(2, 3) bool succeeded(cudaError_t result, const char *what, ...);
 
 /* For calls whose failure changes nothing, such as those that clean up: keeps it from tainting the next check. */
 inline void ignore(cudaError_t result) {

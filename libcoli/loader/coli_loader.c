@@ -483,6 +483,10 @@ typedef void (*coli_log_fn)(int level, const char *line, void *user);
         void *stream), \
         (gates, ups, downs, rows, count, y_dev, tokens, x_dev, row_tokens_dev, row_weights_dev, workspace_dev, \
         workspace_bytes, stream), 0) \
+    FUNCTION(MAY, int, expert_group_issue_sum, (ColiCudaTensor *const *gates, ColiCudaTensor *const *ups, \
+        ColiCudaTensor *const *downs, const int *rows, int count, const float *x, int x_rows, const int *x_index, \
+        int tokens, const int *row_tokens, const float *row_weights), \
+        (gates, ups, downs, rows, count, x, x_rows, x_index, tokens, row_tokens, row_weights), 0) \
     FUNCTION(MAY, size_t, plan_text, (int device, int capability, const int *formats, int D, int H, int experts, \
         int rows, char *text, size_t capacity), \
         (device, capability, formats, D, H, experts, rows, text, capacity), 0) \

@@ -1,11 +1,9 @@
 /* t_host_loop.c - the MoE loop of a C host that keeps its own, made of the pieces of coli_moe.h, beside coli_moe_forward.
  *
- * moe() is what such a host has: sort the pairs, rotate x at most once, pack the rows of the experts on the GPU, compute them
- * in one group, fall back expert by expert where that fails, compute the others on the CPU, add everything up.
+ * moe() is what such a host has: sort the pairs, rotate x at most once, pack the rows of the experts on the GPU, compute
+ * them in one group, fall back expert by expert where that fails, compute the others on the CPU, add everything up.
  *
  *     t_host_loop LIBRARY      a libcoli_cuda; exit status 77 where it has no device */
-#define _GNU_SOURCE /* setenv */
-
 #include "coli/coli_moe.h"
 
 #include "check.h"
@@ -136,10 +134,10 @@ int main(int argc, char **argv) {
     CHECK_OK(coli_moe_forward(layer, x, S, ids, weights, K, NULL, wanted));
 
     check_moe(&h, COLI_MOE_GROUP, wanted, x, ids, weights);
-    setenv("COLI_GPU_FAIL_AFTER", "0", 1);
+    set_variable("COLI_GPU_FAIL_AFTER", "0");
     check_moe(&h, COLI_MOE_CPU, wanted, x, ids, weights);
     CHECK(h.rows_by[COLI_MOE_SINGLE] == 0, "a failing GPU computed");
-    unsetenv("COLI_GPU_FAIL_AFTER");
+    set_variable("COLI_GPU_FAIL_AFTER", NULL);
     check_moe(&h, COLI_MOE_GROUP, wanted, x, ids, weights);
 
     coli_moe_free(layer);

@@ -17,8 +17,8 @@
  *   - Those of coli.h. x is plain here, never rotated: the layer makes the rotated copy that E8 needs, once a call.
  *   - Whatever fails on a GPU is computed on the next path, down to the CPU, and counted; a call fails only for bad
  *     arguments, for want of memory, or where host copies of weights cannot be had.
- *   - Results are added in a fixed order: what GPUs have summed up, then other experts in the order of their numbers. So the
- *     same input gives the same bits, whoever is done first. A result does depend on where an expert is.
+ *   - Results are added in a fixed order: what GPUs have summed up, then other experts in the order of their numbers. So
+ * the same input gives the same bits, whoever is done first. A result does depend on where an expert is.
  *   - Calls on one layer take turns inside; those on different layers may run at once.
  */
 #ifndef COLI_MOE_H
