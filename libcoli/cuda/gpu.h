@@ -4,6 +4,8 @@
 
 #if defined(COLI_SIMT)
 #include "simt.h" /* the tests compile the same sources for the CPU */
+#elif defined(COLI_HIP)
+#include "../hip/runtime.h"
 #else
 #include <cuda_runtime.h>
 #if defined(__CUDACC__)
@@ -11,8 +13,13 @@
 #endif
 #endif
 
-#if defined(COLI_SIMT) || defined(__CUDACC__)
+#if defined(COLI_SIMT) || defined(__CUDACC__) || defined(__HIPCC__)
 #include <cstdint>
+
+#if defined(COLI_HIP)
+#include "../hip/device.h"
+#include "../hip/ptx.h" /* in place of what is in ptx/ */
+#endif
 
 namespace coli {
 

@@ -26,7 +26,8 @@
  * - SIMT_DEVICES=N: number of devices, up to 16 (2);
  * - SIMT_DEVICE_MB=N: memory of each device in MiB (4096);
  * - SIMT_MULTIPROCESSORS=N: multiprocessors of each device (4);
- * - SIMT_CAPABILITY=N: compute capability of each device, ten times: 80, 86, 89, 90, 100, 120 (90);
+ * - SIMT_CAPABILITY=N: compute capability of each device, ten times: 80, 86, 89, 90, 100, 120 (90); with SIMT_WAVE=64 it
+ *   is always 0, and blocks have 64 KB of shared memory, as AMD's GPUs;
  * - SIMT_NO_DEVICE=1: as on a machine with a driver and no GPU;
  * - SIMT_FAIL=NAME:N,NAME:N,...: as simt_fail_call (simt_cuda_runtime.h), from the start of the process. */
 #ifndef SIMT_H
@@ -37,7 +38,9 @@
 #include "simt_execution.h"
 #include "simt_half.h"
 #include "simt_intrinsics.h"
+#if SIMT_WAVE == 32
 #include "simt_mma.h"
+#endif
 #include "simt_types.h"
 
 #endif

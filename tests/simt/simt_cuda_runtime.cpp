@@ -141,6 +141,7 @@ size_t device_bytes() {
     return from_environment("SIMT_DEVICE_MB", 4096) << 20;
 }
 int capability() {
+    if (SIMT_WAVE == 64) return 0;
     return (int)from_environment("SIMT_CAPABILITY", 90);
 }
 /* Of a multiprocessor. One block gets all but what is reserved. */
@@ -159,6 +160,7 @@ size_t shared_bytes() {
     }
 }
 size_t shared_bytes_optin() {
+    if (SIMT_WAVE == 64) return 64 << 10;
     return shared_bytes() - RESERVED_SHARED_BYTES;
 }
 bool eager() {

@@ -18,23 +18,22 @@ const void *offers[1024];
 /* Lanes of one warp that meet under one mask. What they bring is kept twice: lanes that are ahead bring values to the next
  * meeting while others still read those of the last. */
 struct Collective {
-    unsigned mask, arrived, reading;
+    Lanes mask, arrived, reading;
     unsigned generation;
     const char *operation;
     Location where;
-    uint64_t values[2][32];
-    unsigned lanes[2];
+    uint64_t values[2][SIMT_WAVE];
+    Lanes lanes[2];
 };
 
-/* Sets of lanes, one bit each. */
 struct Warp {
-    unsigned live, unstarted, ready, at_barrier;
+    Lanes live, unstarted, ready, at_barrier;
     Collective collectives[8];
 };
 
 namespace {
 
-constexpr unsigned WARP = 32, MAX_THREADS = 1024, MAX_WARPS = MAX_THREADS / WARP, NAMED_BARRIERS = 16;
+constexpr unsigned WARP = SIMT_WAVE, MAX_THREADS = 1024, MAX_WARPS = MAX_THREADS / WARP, NAMED_BARRIERS = 16;
 
 #if defined(__SANITIZE_THREAD__)
 /* Two threads that use one stack in turn would race on it in ThreadSanitizer's eyes. */
@@ -123,14 +122,14 @@ SIMT_UNTRACED void print_waiting_threads() {
 }
 
 /* One of a set of bits, which is not empty, as SIMT_ORDER says. */
-SIMT_UNTRACED unsigned choose_bit(unsigned set) {
-    if (order == Order::forward) return __builtin_ctz(set);
-    if (order == Order::reverse) return 31 - __builtin_clz(set);
-    for (unsigned skip = random_number() % __builtin_popcount(set); skip; skip--) set &= set - 1;
-    return __builtin_ctz(set);
+SIMT_UNTRACED unsigned choose_bit(uint64_t set) {
+    if (order == Order::forward) return __builtin_ctzll(set);
+    if (order == Order::reverse) return 63 - __builtin_clzll(set);
+    for (unsigned skip = random_number() % __builtin_popcountll(set); skip; skip--) set &= set - 1;
+    return __builtin_ctzll(set);
 }
 
-SIMT_UNTRACED void make_ready(Warp &warp, unsigned lanes) {
+SIMT_UNTRACED void make_ready(Warp &warp, Lanes lanes) {
     warp.ready |= lanes;
     runnable_warps |= 1u << (&warp - warps);
 }
@@ -145,7 +144,8 @@ SIMT_UNTRACED Thread &take_next_thread() {
     }
     Warp *warp = current_warp;
     if (order == Order::random || !(warp->ready | warp->unstarted)) warp = &warps[choose_bit(runnable_warps)];
-    unsigned lane = choose_bit(warp->ready | warp->unstarted), others = ~(1u << lane);
+    unsigned lane = choose_bit(warp->ready | warp->unstarted);
+    Lanes others = ~(Lanes{1} << lane);
     warp->ready &= others;
     warp->unstarted &= others;
     if (!(warp->ready | warp->unstarted)) runnable_warps &= ~(1u << (warp - warps));
@@ -200,12 +200,12 @@ SIMT_UNTRACED void meet_at(Rendezvous &r, unsigned count, const char *operation,
     r.where = where;
     if (++r.arrived < count) return wait_among(r.waiting, operation, where);
     Thread &self = *current;
-    r.waiting.lanes[self.warp - warps] |= 1u << self.lane;
+    r.waiting.lanes[self.warp - warps] |= Lanes{1} << self.lane;
     for (unsigned w = 0; w < warp_count; w++) {
-        unsigned lanes = r.waiting.lanes[w];
+        Lanes lanes = r.waiting.lanes[w];
         if (!lanes || lanes == warps[w].live) continue;
-        fail("%u threads meet in %s at %s:%d, but of warp %u only the lanes 0x%08x", count, operation, where.file,
-             where.line, w, lanes);
+        fail("%u threads meet in %s at %s:%d, but of warp %u only the lanes 0x%08llx", count, operation, where.file,
+             where.line, w, (unsigned long long)lanes);
     }
     r.arrived = 0;
     r.generation++;
@@ -222,7 +222,7 @@ SIMT_UNTRACED void complete_collective(Warp &warp, Collective &c) {
 }
 
 /* The meeting under `mask` that is under way, or a place for a new one. */
-SIMT_UNTRACED Collective &collective_for(Warp &warp, unsigned mask) {
+SIMT_UNTRACED Collective &collective_for(Warp &warp, Lanes mask) {
     for (Collective &c : warp.collectives) {
         if (c.mask == mask) return c;
     }
@@ -249,7 +249,7 @@ SIMT_UNTRACED void thread_returns() {
              barrier_where.line);
     }
     self.fiber = nullptr;
-    warp.live &= ~(1u << self.lane);
+    warp.live &= ~(Lanes{1} << self.lane);
     live--;
     returned++;
     if (barrier_arrived && barrier_arrived == live) complete_barrier();
@@ -288,7 +288,7 @@ SIMT_UNTRACED void run_block() {
     runnable_warps = 0;
     forget_barriers();
     for (unsigned w = 0; w < warp_count; w++) {
-        unsigned lanes = live - w * WARP < WARP ? (1u << (live - w * WARP)) - 1 : ~0u;
+        Lanes lanes = live - w * WARP < WARP ? (Lanes{1} << (live - w * WARP)) - 1 : ALL_LANES;
         warps[w].live = warps[w].unstarted = lanes;
         runnable_warps |= 1u << w;
     }
@@ -372,20 +372,20 @@ SIMT_UNTRACED unsigned barrier(bool predicate, Location where) {
     release(&barrier_passed[parity]);
     barrier_where = where;
     barrier_true[parity] += predicate;
-    self.warp->at_barrier |= 1u << self.lane;
+    self.warp->at_barrier |= Lanes{1} << self.lane;
     if (++barrier_arrived == live) complete_barrier();
     suspend("all threads of the block", where);
     acquire(&barrier_passed[parity]);
     return barrier_true[parity];
 }
 
-SIMT_UNTRACED Meeting meet(unsigned mask, uint64_t value, const char *operation, bool orders_memory, Location where) {
+SIMT_UNTRACED Meeting meet(Lanes mask, uint64_t value, const char *operation, bool orders_memory, Location where) {
     Thread &self = *current;
     Warp &warp = *self.warp;
-    unsigned bit = 1u << self.lane;
+    Lanes bit = Lanes{1} << self.lane;
     if (!(mask & bit)) {
-        fail("lane %u calls %s at %s:%d with the mask 0x%08x, which leaves it out", self.lane, operation, where.file,
-             where.line, mask);
+        fail("lane %u calls %s at %s:%d with the mask 0x%08llx, which leaves it out", self.lane, operation, where.file,
+             where.line, (unsigned long long)mask);
     }
     Collective &c = collective_for(warp, mask);
     if (!lax && c.arrived && !(strcmp(c.operation, operation) == 0 && same_place(c.where, where))) {
@@ -432,7 +432,7 @@ SIMT_UNTRACED void converge(unsigned first, unsigned count, const void *mine, co
 }
 
 SIMT_UNTRACED void wait_among(Waiting &waiting, const char *operation, Location where) {
-    waiting.lanes[current->warp - warps] |= 1u << current->lane;
+    waiting.lanes[current->warp - warps] |= Lanes{1} << current->lane;
     suspend(operation, where);
 }
 
@@ -450,7 +450,7 @@ SIMT_UNTRACED void yield() {
     order = Order::random; /* any other would let two threads that yield starve the rest */
     Thread &next = take_next_thread();
     order = usual;
-    make_ready(*self.warp, 1u << self.lane);
+    make_ready(*self.warp, Lanes{1} << self.lane);
     switch_to_thread(next);
 }
 
@@ -458,7 +458,7 @@ SIMT_UNTRACED void dawdle() {
     if (order == Order::random && random_number() & 1) yield();
 }
 
-SIMT_UNTRACED unsigned live_lanes() {
+SIMT_UNTRACED Lanes live_lanes() {
     return current->warp->live;
 }
 

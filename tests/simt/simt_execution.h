@@ -6,10 +6,24 @@
 
 #include <functional>
 
+/* Lanes that run together: 32, or 64 as in AMD's waves. With 64, the backend's warps of 32 are halves of a wave
+ * (libcoli/hip/device.h), and what NVIDIA alone has is not there: collectives with masks, tensor cores, the copy engine. */
+#ifndef SIMT_WAVE
+#define SIMT_WAVE 32
+#endif
+
 namespace simt {
 
 struct Fiber;
 struct Warp;
+
+/* Lanes of a warp or wave, one bit each. */
+#if SIMT_WAVE == 64
+using Lanes = uint64_t;
+#else
+using Lanes = uint32_t;
+#endif
+constexpr Lanes ALL_LANES = ~Lanes{0};
 
 /* A place in a source. As a default argument, `Location::here()` is the place of the call. */
 struct Location {
@@ -58,12 +72,12 @@ unsigned barrier(bool predicate, Location where);
 /* Lanes that met in a collective, and the value that each of them brought. */
 struct Meeting {
     const uint64_t *values;
-    unsigned lanes;
+    Lanes lanes;
 };
 
 /* Waits for the lanes of this warp that `mask` names and that have not returned. `operation` is the collective's name;
  * `orders_memory` says whether what a lane wrote before is visible to the others after. */
-Meeting meet(unsigned mask, uint64_t value, const char *operation, bool orders_memory, Location where);
+Meeting meet(Lanes mask, uint64_t value, const char *operation, bool orders_memory, Location where);
 
 /* Waits for `threads` threads of the block, whole warps, at one of the barriers 1 to 15. */
 void named_barrier_sync(int id, int threads, Location where = Location::here());
@@ -92,7 +106,7 @@ template <class T> class Gathering {
 
 /* Threads that wait, one bit a lane; wake() lets them all go on. */
 struct Waiting {
-    unsigned lanes[32];
+    Lanes lanes[32];
 };
 void wait_among(Waiting &waiting, const char *operation, Location where);
 void wake(Waiting &waiting);
@@ -104,7 +118,7 @@ void yield();
 void dawdle();
 
 /* Lanes of this warp that have not returned. */
-unsigned live_lanes();
+Lanes live_lanes();
 
 /* Prints the message, with kernel, block and thread, and aborts. */
 [[noreturn]] void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -135,7 +149,7 @@ SIMT_UNTRACED inline void enter_shared(SharedVariable &variable, void *memory, s
 #define blockIdx (simt::block.index)
 /* Not macros, since cudaLaunchConfig_t has members of these names. */
 inline const dim3 &blockDim = simt::block.size, &gridDim = simt::block.grid;
-constexpr int warpSize = 32;
+constexpr int warpSize = SIMT_WAVE;
 
 /* cu2cpp.py writes this behind the declaration of a static __shared__ variable. */
 #define SIMT_SHARED(variable)                                                                                              \

@@ -23,9 +23,6 @@ inline int __syncthreads_or(int predicate, simt::Location where = simt::Location
 inline int __syncthreads_and(int predicate, simt::Location where = simt::Location::here()) {
     return simt::barrier(predicate == 0, where) == 0;
 }
-inline void __syncwarp(unsigned mask = ~0u, simt::Location where = simt::Location::here()) {
-    simt::meet(mask, 0, "__syncwarp", true, where);
-}
 inline void __threadfence() {
     asm volatile("" ::: "memory");
 }
@@ -65,6 +62,43 @@ template <class T> T from_lane(const Meeting &meeting, unsigned lane) {
 inline unsigned group_start(int width) {
     return current->lane & ~(unsigned)(width - 1);
 }
+
+} // namespace simt
+
+#if SIMT_WAVE == 64
+
+/* As HIP has them: lanes of a group of `width` lanes of the wave, without masks. On hardware those that are active run in
+ * step; here all lanes of the group meet. */
+
+namespace simt {
+
+inline Lanes group_lanes(int width) {
+    return (width == SIMT_WAVE ? ALL_LANES : (Lanes{1} << width) - 1) << group_start(width);
+}
+inline void sync_lanes(int width, Location where = Location::here()) {
+    meet(group_lanes(width), 0, "sync_lanes", true, where);
+}
+
+} // namespace simt
+
+template <class T> T __shfl(T value, int source, int width = SIMT_WAVE, simt::Location where = simt::Location::here()) {
+    unsigned lane = simt::group_start(width) + ((unsigned)source & (unsigned)(width - 1));
+    return simt::from_lane<T>(simt::meet(simt::group_lanes(width), simt::to_bits(value), "__shfl", false, where), lane);
+}
+template <class T>
+T __shfl_xor(T value, int lane_mask, int width = SIMT_WAVE, simt::Location where = simt::Location::here()) {
+    unsigned lane = simt::current->lane ^ (unsigned)lane_mask;
+    if (lane >= simt::group_start(width) + width) lane = simt::current->lane;
+    return simt::from_lane<T>(simt::meet(simt::group_lanes(width), simt::to_bits(value), "__shfl_xor", false, where), lane);
+}
+
+#else
+
+inline void __syncwarp(unsigned mask = ~0u, simt::Location where = simt::Location::here()) {
+    simt::meet(mask, 0, "__syncwarp", true, where);
+}
+
+namespace simt {
 
 /* Every lane of `mask` sees what each of the others brought in, whatever its size: for the CPU twins of tensor-core and
  * matrix-load instructions. `all` has one place for each of the 32 lanes; places of lanes outside `mask` are left alone. */
@@ -137,6 +171,8 @@ template <class T> T __reduce_max_sync(unsigned mask, T value, simt::Location wh
 template <class T> T __reduce_min_sync(unsigned mask, T value, simt::Location where = simt::Location::here()) {
     return simt::reduce_warp(mask, value, "__reduce_min_sync", where, [](T a, T b) { return a < b ? a : b; });
 }
+
+#endif
 
 /* Atomics, relaxed as in CUDA. All return the value before. */
 

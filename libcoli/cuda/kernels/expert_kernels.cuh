@@ -13,6 +13,8 @@ namespace coli {
 /* The GPU that this is being compiled for, as GpuTraits::capability has it. */
 #if defined(__CUDA_ARCH__)
 constexpr int kCompiledFor = __CUDA_ARCH__ / 10;
+#elif defined(COLI_HIP)
+constexpr int kCompiledFor = 0;
 #else
 constexpr int kCompiledFor = 90;
 #endif
@@ -144,7 +146,8 @@ __device__ inline RowSource source_of_expert(const GroupParams &p, const Product
 
 /* Whether a plan for the GPU at hand may be this kernel. */
 template <class OnPath> __device__ constexpr bool taken_by_plans(int rows) {
-    return rows <= most_pass_rows(kCompiledFor, OnPath::kPath) && (kCompiledFor >= 90 || !OnPath::kCopyEngine);
+    return rows <= most_pass_rows(kCompiledFor, OnPath::kPath) && (kCompiledFor >= 90 || !OnPath::kCopyEngine) &&
+           (kCompiledFor >= 80 || !OnPath::kTensorCores);
 }
 
 template <class OnPath, int ROWS, bool LIMBS_ONLY>

@@ -6,7 +6,9 @@
 
 namespace coli {
 
-#if defined(COLI_SIMT)
+#if defined(COLI_HIP)
+/* hip/ptx.h */
+#elif defined(COLI_SIMT)
 
 using simt::named_barrier_sync;
 

@@ -8,6 +8,8 @@
 
 namespace coli {
 
+#if !defined(COLI_HIP) /* there it is in hip/ptx.h */
+
 /* Byte i of the result is byte (selector nibble i) & 7 of b:a, a below; where the nibble is 8 or more, the sign bit of that
  * byte eight times. */
 __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
@@ -45,6 +47,8 @@ __device__ __forceinline__ int keep(int value) {
 __device__ __forceinline__ uint32_t rotl(uint32_t x, uint32_t bits) {
     return __funnelshift_l(x, x, bits);
 }
+
+#endif
 
 } // namespace coli
 

@@ -16,7 +16,9 @@
 
 namespace coli {
 
-#if defined(COLI_SIMT)
+#if defined(COLI_HIP)
+/* hip/ptx.h */
+#elif defined(COLI_SIMT)
 
 using simt::barrier_arrive;
 using simt::barrier_expect;

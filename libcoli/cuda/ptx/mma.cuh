@@ -15,7 +15,9 @@
 
 namespace coli {
 
-#if defined(COLI_SIMT)
+#if defined(COLI_HIP)
+/* hip/ptx.h */
+#elif defined(COLI_SIMT)
 
 using simt::mma_m16n8k16;
 using simt::mma_m16n8k16_u8s8;

@@ -18,7 +18,7 @@
 #define COLI_CUDA_PTX_WGMMA_CUH
 
 #include "copy.cuh"
-#if defined(COLI_SIMT)
+#if defined(COLI_SIMT) && !defined(COLI_HIP)
 #include "simt_wgmma.h"
 #endif
 
@@ -27,7 +27,9 @@ namespace coli {
 constexpr int kWgmmaRowBytes = 128;
 constexpr int kWgmmaRows = 8;
 
-#if defined(COLI_SIMT)
+#if defined(COLI_HIP)
+/* hip/ptx.h */
+#elif defined(COLI_SIMT)
 
 using simt::wgmma;
 using simt::wgmma_commit;
