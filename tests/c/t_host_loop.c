@@ -1,7 +1,7 @@
 /* t_host_loop.c - the MoE loop of a C host that keeps its own, made of the pieces of coli_moe.h, beside coli_moe_forward.
  *
- * moe() is what such a host has: sort the pairs, rotate x at most once, pack the rows of the experts on the GPU, compute them
- * in one group, fall back expert by expert where that fails, compute the others on the CPU, add everything up.
+ * moe() is what such a host has: sort the pairs, rotate x at most once, pack the rows of the experts on the GPU, compute
+ * them in one group, fall back expert by expert where that fails, compute the others on the CPU, add everything up.
  *
  *     t_host_loop LIBRARY      a libcoli_cuda; exit status 77 where it has no device */
 #define _GNU_SOURCE /* setenv */

@@ -1,5 +1,5 @@
-/* t_moe_threads.c - four threads call four layers at once on one GPU, while others place, repin and read counters. To be run
- * under ThreadSanitizer.
+/* t_moe_threads.c - four threads call four layers at once on one GPU, while others place, repin and read counters. To be
+ * run under ThreadSanitizer.
  *
  *     t_moe_threads LIBRARY      a libcoli_cuda; exit status 77 where it has no device */
 #include <pthread.h>
