@@ -17,6 +17,8 @@ from hypothesis.extra import numpy as arrays
 
 import pycoli
 from pycoli import cpu
+from pycoli._arrays import floats
+from pycoli._lib import ffi, lib
 from pycoli.moe import RESERVE
 
 sys.path.insert(0, str(__import__("pathlib").Path(__file__).parent / "gpu"))
@@ -250,7 +252,11 @@ class TestForward:
         experts = [expert_weights(("int8", "int8", "int8"), wide, 2, seed=i) for i in range(24)]
         x, (ids, weights) = gaussian(rows, wide), random_pairs(rng, rows, top_k, 24)
         with pycoli.MoELayer(experts, devices="cpu") as layer:
-            y = layer(x, ids, weights)
+            y = x.copy()  # in place, as a C host may do it
+            with layer._live() as handle:
+                numbers = ffi.from_buffer("int[]", ids)
+                args = (floats(y), rows, numbers, floats(weights), top_k, ffi.NULL, floats(y))
+                assert lib.coli_moe_forward(handle, *args) == lib.COLI_OK
             some = slice(1000, 1010)
             np.testing.assert_array_equal(y[some], layer(x[some], ids[some], weights[some]))
         assert oracle.relative_rms(y[some], expected_layer(x[some], ids[some], weights[some], experts)) < LIMIT
@@ -345,6 +351,18 @@ class TestPaths:
             assert set(paths(layer)) == {"issue"}
             check_layer(layer, experts, rng, rows=3, top_k=3)
             assert set(paths(layer)) == {"group"}
+
+    @pytest.mark.parametrize(("count", "rows"), [(64, 1), (65, 1), (130, 2)])
+    def test_more_experts_than_a_group_holds(self, backend, rng, count, rows):
+        experts = [expert_weights(("int8",) * 3, 16, 8, seed=i % 5) for i in range(count)]
+        with pycoli.MoELayer(experts, devices=["cuda:0"]) as layer:
+            x, ids = gaussian(rows, 16), np.stack([rng.permutation(count) for _ in range(rows)])
+            weights = rng.uniform(0.1, 1, ids.shape).astype(np.float32)
+            y = layer(x, ids, weights)
+            assert oracle.relative_rms(y, expected_layer(x, ids, weights, experts)) < LIMIT
+            assert paths(layer) == {"group": count}
+            assert paths(layer, what="pairs") == {"group": count * rows}
+            assert not paths(layer, what="failed")
 
     def test_the_cpu_has_its_share(self, backend, rng):
         experts = e8_experts(6)
@@ -773,6 +791,8 @@ class TestPlacement:
             layer.place(["cuda:0"], room_for(experts, 4))
             assert [i for i, name in enumerate(layer.where) if name == "cuda:0"] == [1, 3, 4, 5]
             assert "bytes of room" in layer.why_cpu(0)
+            layer.place(["cuda:0"], room_for(experts, 4))  # those placed before count
+            assert layer.where.count("cuda:0") == 4
             layer.place(["cuda:0"], 10**9)
             assert layer.where == ["cuda:0"] * 6
 
@@ -846,6 +866,54 @@ class TestRepin:
             assert layer.where == ["cuda:0", "cpu"]
             layer.heat = [0, 50]
             assert layer.repin()["swaps"] == 0
+
+    def test_who_may_come_and_who_must_stay(self, backend):
+        """What was used for less than a row does not come; the shared expert does not leave, whatever its heat."""
+        experts, shared = e8_experts(2), expert_weights(dim=D, hidden=H, seed=9)
+        with pycoli.MoELayer(experts, shared=shared, devices=["cuda:0"], vram_budget=room_for(experts, 1)) as layer:
+            assert layer.where == ["cpu", "cpu", "cuda:0"]
+            layer.heat = [1000, 1000]
+            assert layer.repin()["swaps"] == 0
+            layer.place(["cuda:0"], room_for(experts, 2))
+            assert layer.where == ["cuda:0", "cpu", "cuda:0"]
+            layer.heat = [0, 0.99]
+            assert layer.repin()["swaps"] == 0
+            layer.heat = [0, 1]
+            assert layer.repin()["swaps"] == 1
+            assert layer.where == ["cpu", "cuda:0", "cuda:0"]
+
+    def test_host_copies_go_and_failures_count_as_swaps(self, backend):
+        experts, works = e8_experts(4), [True]
+
+        def reread(number):
+            if not works[0]:
+                raise OSError("gone")
+            return experts[number]
+
+        with pycoli.MoELayer(experts, devices=["cuda:0"], vram_budget=room_for(experts, 2), reread=reread) as layer:
+            layer.heat = np.where([name == "cpu" for name in layer.where], 9, 0)
+            assert layer.repin(most_swaps=1)["swaps"] == 1
+            assert not layer._host._held
+            works[0] = False
+            layer.heat = np.where([name == "cpu" for name in layer.where], 9, 0)
+            before = layer.where
+            with pytest.warns(RuntimeWarning, match="gone"):
+                done = layer.repin(most_swaps=1)
+            assert (done["swaps"], done["failed"]) == (0, 1)
+            assert layer.where == before
+
+    def test_lists_in_any_order_do_not_wait_for_each_other(self, backend):
+        experts = e8_experts(2)
+        layers = [pycoli.MoELayer(experts, devices=["cuda:0"], vram_budget=room_for(experts, 1)) for _ in range(3)]
+
+        def work(turned):
+            for _ in range(300):
+                pycoli.repin(layers[::-1] if turned else layers, 0)
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(work, [False, True]))
+        for layer in layers:
+            layer.free()
 
     def test_small_differences_do_not_swap(self, backend):
         experts = e8_experts(4)
