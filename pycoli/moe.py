@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import operator
+import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from numbers import Real
 from os import environ
 
 import numpy as np
@@ -22,6 +25,8 @@ from .weights import Weights, encode, published_codebook
 RESERVE = 2 << 30
 """Bytes that an automatic budget leaves free on a device, for activations and attention caches."""
 
+_INT = 2**31 - 1
+_SIZE = 2 ** (8 * ffi.sizeof("size_t")) - 1
 _KINDS = {"softmax": "COLI_ROUTER_SOFTMAX", "sigmoid": "COLI_ROUTER_SIGMOID"}
 _PATHS = ("issue", "group", "single", "cpu")
 _TRIPLE = ("gate", "up", "down")
@@ -65,7 +70,7 @@ class Router:
         bias=None,
         scale: float = 1.0,
     ):
-        if kind not in _KINDS:
+        if not isinstance(kind, str) or kind not in _KINDS:
             raise ArgumentError(f"kind must be {' or '.join(map(repr, _KINDS))}, got {kind!r}")
         self.weight = as_matrix(weight, "weight")
         self._matrix = encode(self.weight, "f32")
@@ -75,12 +80,12 @@ class Router:
         self._router = ffi.new("coli_router *")
         self._router.kind = getattr(lib, _KINDS[kind])
         self._router.experts = len(self.weight)
-        self._router.top_k = _whole(top_k, "top_k")
+        self._router.top_k = _whole(top_k, "top_k", _INT)
         self._router.renormalise = bool(renormalise)
-        self._router.groups = _whole(groups, "groups")
-        self._router.top_groups = _whole(top_groups, "top_groups")
+        self._router.groups = _whole(groups, "groups", _INT)
+        self._router.top_groups = _whole(top_groups, "top_groups", _INT)
         self._router.bias = ffi.NULL if self._bias is None else ffi.cast("float *", self._bias.ctypes.data)
-        self._router.scale = scale
+        self._router.scale = _real(scale, "scale")
         check(lib.coli_route(self._router, ffi.NULL, 0, ffi.NULL, ffi.NULL))
 
     @property
@@ -146,7 +151,8 @@ class MoELayer:
         Bytes that an automatic budget leaves free.
     reread : callable int -> (gate, up, down), optional
         Gives the Weights of an expert again (len(experts): the shared one). With it, the layer keeps no host copies of
-        experts that are on a GPU.
+        experts that are on a GPU. It must not use a layer. Where it fails, place() and repin() leave the expert on the
+        CPU with a RuntimeWarning.
 
     Attributes
     ----------
@@ -172,7 +178,7 @@ class MoELayer:
         reserve: int = RESERVE,
         reread: Callable[[int], Sequence[Weights]] | None = None,
     ):
-        self._layer = None
+        self._used: _Used | None = None
         triples = [_triple(expert, f"experts[{i}]") for i, expert in enumerate(_listed(experts, "experts"))]
         triples += [] if shared is None else [_triple(shared, "shared")]
         self._count = len(triples) - (shared is not None)
@@ -181,7 +187,7 @@ class MoELayer:
         self.dim = triples[0][0].shape[1]
         self.router = _checked_router(router, self._count, self.dim)
         self._host = _HostCopies(triples, reread)
-        self._layer = self._created(triples, shared is not None)
+        self._used = _Used(self._created(triples, shared is not None), self._host)
         place([self], devices, vram_budget, reserve=reserve)
 
     def _created(self, triples, has_shared: bool):
@@ -216,8 +222,10 @@ class MoELayer:
         DtypeError, ShapeError, ArgumentError, FreedError
         StateError
             `reread` failed, and the expert was needed on the CPU.
+        DeviceError
+            Experts are on GPUs, and this process is a fork of the one that placed them.
         """
-        handle = self._live()
+        self._live()
         rows, leading = as_rows(x, self.dim, "x")
         if ids is None:
             ids, weights = self._routed(rows, weights)
@@ -227,11 +235,12 @@ class MoELayer:
             raise ShapeError(f"shared_weights must be one for each of {len(rows)} rows, got {len(factors)}")
         y = np.empty_like(rows)
         factors = ffi.NULL if factors is None else floats(factors)
-        with self._turns():
-            status = lib.coli_moe_forward(
-                handle, floats(rows), len(rows), _ints(ids), floats(weights), ids.shape[1], factors, floats(y)
+        with self._live() as handle, self._turns():
+            _check(
+                lib.coli_moe_forward(
+                    handle, floats(rows), len(rows), _ints(ids), floats(weights), ids.shape[1], factors, floats(y)
+                )
             )
-        self._host.check(status)
         return y.reshape(*leading, self.dim)
 
     def _routed(self, rows, weights):
@@ -247,7 +256,8 @@ class MoELayer:
 
     def unplace(self) -> None:
         """Takes all experts off the GPUs."""
-        self._host.check(lib.coli_moe_unplace(self._live()))
+        with self._live() as handle, self._turns():
+            _check(lib.coli_moe_unplace(handle))
 
     def repin(self, hysteresis: float = 0.25, most_swaps: int = 0) -> dict:
         """Swaps cold experts on GPUs for hot ones on the CPU. See repin()."""
@@ -256,34 +266,41 @@ class MoELayer:
     @property
     def where(self) -> list[str]:
         """The device of each expert, "cpu" or "cuda:0"; last that of the shared one, where there is one."""
-        handle = self._live()
-        ordinals = [lib.coli_moe_device_of(handle, i) for i in range(self._host.count)]
+        with self._live() as handle:
+            ordinals = [lib.coli_moe_device_of(handle, i) for i in range(self._host.count)]
         return ["cpu" if ordinal < 0 else f"cuda:{ordinal}" for ordinal in ordinals]
 
     def why_cpu(self, expert: int) -> str | None:
         """Why an expert is on the CPU, or was computed there last; None while a GPU does the work."""
-        handle, expert = self._live(), _whole(expert, "expert")
+        expert = _whole(expert, "expert")
         if not 0 <= expert < self._host.count:
             raise ArgumentError(f"expert must be 0 ... {self._host.count - 1}, got {expert}")
-        return _text(lambda buffer, size: lib.coli_moe_why_cpu(handle, expert, buffer, size))
+        with self._live() as handle:
+            return _text(lambda buffer, size: lib.coli_moe_why_cpu(handle, expert, buffer, size))
 
     @property
     def heat(self) -> np.ndarray:
         """Rows that each expert has computed, older ones counting less: float64 [E]. May be set to an earlier run's."""
         heat = np.empty(self._count)
-        check(lib.coli_moe_heat(self._live(), ffi.from_buffer("double[]", heat)))
+        with self._live() as handle:
+            check(lib.coli_moe_heat(handle, ffi.from_buffer("double[]", heat)))
         return heat
 
     @heat.setter
     def heat(self, values) -> None:
-        heat = np.array(as_array(values, "heat"), np.float64)
+        heat = as_array(values, "heat")
+        if heat.dtype.kind not in "iuf":
+            raise DtypeError(f"heat must be real numbers, got {heat.dtype.name}")
+        heat = np.array(heat, np.float64)
         if heat.shape != (self._count,):
             raise ShapeError(f"heat must be [{self._count}], got shape {list(heat.shape)}")
-        check(lib.coli_moe_set_heat(self._live(), ffi.from_buffer("double[]", heat)))
+        with self._live() as handle:
+            check(lib.coli_moe_set_heat(handle, ffi.from_buffer("double[]", heat)))
 
     def set_half_life(self, rows: float) -> None:
         """After so many rows of the layer, a use counts half; 0: never. 4096 at first."""
-        check(lib.coli_moe_set_half_life(self._live(), rows))
+        with self._live() as handle:
+            check(lib.coli_moe_set_half_life(handle, _real(rows, "rows")))
 
     def stats(self) -> dict:
         """What was done where: {"total": ..., "last": ..., "last_failure": str or None}.
@@ -292,27 +309,33 @@ class MoELayer:
         seconds by stage; by path ("issue", "group", "single", "cpu") the experts, their rows ("pairs"), and how many
         the path failed on; and "repinned" with the swaps.
         """
-        handle = self._live()
         total, last = ffi.new("coli_moe_stats *"), ffi.new("coli_moe_stats *")
-        check(lib.coli_moe_get_stats(handle, total, last))
-        failure = _text(lambda buffer, size: lib.coli_moe_last_failure(handle, buffer, size))
+        with self._live() as handle:
+            check(lib.coli_moe_get_stats(handle, total, last))
+            failure = _text(lambda buffer, size: lib.coli_moe_last_failure(handle, buffer, size))
         return {"total": _stats(total), "last": _stats(last), "last_failure": failure}
 
     def free(self) -> None:
-        """Frees what is on GPUs. A second call does nothing."""
-        layer, self._layer = self._layer, None
-        if layer is not None:
-            ffi.release(layer)
+        """Frees what is on GPUs, after calls in progress. A second call does nothing."""
+        used, self._used = self._used, None
+        if used is not None:
+            used.free()
 
-    def _live(self):
-        if self._layer is None:
+    def _live(self) -> _Used:
+        """For ``with``: the layer in C, which is not freed meanwhile."""
+        used = self._used
+        if used is None:
             raise FreedError(f"the layer of {self._count} experts has been freed")
-        return self._layer
+        if _HERE.rereading:
+            raise StateError("reread() must not use a layer: the one that asks for weights waits for it")
+        return used
 
     def _turns(self) -> ExitStack:
-        """The turns of all devices, for libraries that do not keep calls apart themselves."""
+        """The turns of all devices, for libraries that do not keep calls apart themselves. DeviceError in a fork."""
         stack = ExitStack()
         backend = self._host.backend
+        if backend and backend._in_other_process() and any(name != "cpu" for name in self.where):
+            backend._start()  # which says so
         if backend and not backend.has("abi_version"):
             stack.enter_context(backend._all_devices())
         return stack
@@ -328,7 +351,12 @@ class MoELayer:
 
     def _e8_on_gpus(self) -> int:
         """Experts on GPUs, if there may be an E8 matrix among theirs."""
-        return sum(name != "cpu" for name in self.where) if self._layer is not None and self._host.has_e8 else 0
+        if not self._host.has_e8:
+            return 0
+        try:
+            return sum(name != "cpu" for name in self.where)
+        except FreedError:
+            return 0
 
     def __enter__(self) -> MoELayer:
         return self
@@ -337,9 +365,10 @@ class MoELayer:
         self.free()
 
     def __repr__(self) -> str:
-        if self._layer is None:
+        try:
+            where = self.where
+        except FreedError:
             return f"<MoELayer of {self._count} experts, freed>"
-        where = self.where
         places = ", ".join(f"{where.count(name)} on {name}" for name in dict.fromkeys(where))
         return f"<MoELayer of {self._count} experts [{self.dim}]: {places}>"
 
@@ -362,22 +391,20 @@ def place(layers: Sequence[MoELayer], devices=None, vram_budget=None, *, reserve
     DeviceError, BackendError
         A device that is named cannot be used.
     """
-    handles = _handles(layers)
+    layers = _checked_layers(layers)
+    reserve = _whole(reserve, "reserve", _SIZE)
     targets = _targets(devices)
-    budgets = [_budget(vram_budget, target) for target in targets]
     if not targets:
         return
+    budgets = _budgets(vram_budget, targets)
     backend = targets[0].backend
     structs = ffi.new("coli_moe_device[]", [(d.ordinal, b) for d, b in zip(targets, budgets, strict=True)])
     with backend._start_lock:  # it is not shut down meanwhile
         backend._start()
         for layer in layers:
             layer._join(backend)
-        check(
-            lib.coli_moe_place(
-                handles, len(handles), backend._handle, structs, len(targets), _whole(reserve, "reserve")
-            )
-        )
+        with _handles(layers) as handles:
+            _check(lib.coli_moe_place(handles, len(handles), backend._handle, structs, len(targets), reserve))
 
 
 def repin(layers: Sequence[MoELayer], hysteresis: float = 0.25, most_swaps: int = 0) -> dict:
@@ -396,9 +423,10 @@ def repin(layers: Sequence[MoELayer], hysteresis: float = 0.25, most_swaps: int 
     dict
         swaps, failed, bytes, seconds.
     """
-    handles = _handles(layers)
+    hysteresis, most_swaps = _real(hysteresis, "hysteresis"), _whole(most_swaps, "most_swaps", _INT)
     result = ffi.new("coli_moe_repinned *")
-    check(lib.coli_moe_repin(handles, len(handles), hysteresis, _whole(most_swaps, "most_swaps"), result))
+    with _handles(_checked_layers(layers)) as handles:
+        _check(lib.coli_moe_repin(handles, len(handles), hysteresis, most_swaps, result))
     return _fields(result[0])
 
 
@@ -407,8 +435,77 @@ _LIVE: set[_HostCopies] = set()
 
 
 def _free(host: _HostCopies, layer) -> None:
-    lib.coli_moe_free(layer)
+    if _HERE.rereading:  # the call into C that asks has locks that this would wait for
+        _HERE.to_free.append((host, layer))
+        return
+    if not (host.backend and host.backend._in_other_process()):
+        lib.coli_moe_free(layer)
     _LIVE.discard(host)
+
+
+class _Here(threading.local):
+    """What happens in this thread while C code asks reread() for weights."""
+
+    def __init__(self):
+        self.rereading = False
+        self.error: BaseException | None = None  # that reread() raised
+        self.to_free: list = []
+
+
+_HERE = _Here()
+
+
+def _check(status: int) -> None:
+    """Raises what a call of a layer reports, with the exception of reread() as its cause.
+
+    What reread() raised while experts were placed is only a reason to leave them on the CPU, but not a silent one; an
+    interrupt is one whatever became of the call.
+    """
+    error, _HERE.error = _HERE.error, None
+    while _HERE.to_free:
+        _free(*_HERE.to_free.pop())
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    if status == lib.COLI_OK:
+        if error is not None:
+            warnings.warn(f"weights for a GPU could not be read: {error!r}", RuntimeWarning, stacklevel=4)
+        return
+    try:
+        check(status)
+    except Exception as failure:
+        raise failure from error
+
+
+class _Used:
+    """A layer in C, and how many calls are using it: it is freed after the last of them."""
+
+    def __init__(self, layer, host: _HostCopies):
+        self._layer = layer
+        self._host = host
+        self._lock = threading.RLock()
+        self._users = 0
+        self._freed = False
+
+    def __enter__(self):
+        with self._lock:
+            if self._freed:
+                raise FreedError(f"the layer of {self._host.count} experts has been freed")
+            self._users += 1
+        return self._layer
+
+    def __exit__(self, *_) -> None:
+        with self._lock:
+            self._users -= 1
+            unused = self._freed and not self._users
+        if unused:
+            ffi.release(self._layer)
+
+    def free(self) -> None:
+        with self._lock:
+            unused = not self._freed and not self._users
+            self._freed = True
+        if unused:
+            ffi.release(self._layer)
 
 
 class _HostCopies:
@@ -421,7 +518,6 @@ class _HostCopies:
         self._kinds = [[(w.fmt, w.shape, w.rotated) for w in triple] for triple in triples]
         self._held = dict(enumerate(triples))
         self._reread = reread
-        self._error: BaseException | None = None
         self.struct = ffi.NULL
         if reread is None:
             return
@@ -432,23 +528,18 @@ class _HostCopies:
         self._release = ffi.callback("void(void *, int)", self._released)
         self.struct = ffi.new("coli_moe_host *", [self._acquire, self._release, ffi.NULL])
 
-    def check(self, status: int) -> None:
-        """Raises what a call of the layer reports, with the exception of reread() as its cause."""
-        error, self._error = self._error, None
-        try:
-            check(status)
-        except Exception as failure:
-            raise failure from error
-
     def _acquired(self, _, expert: int, struct) -> int:
+        _HERE.rereading = True
         try:
             triple = _triple(self._reread(expert), f"reread({expert})")
             kinds = [(w.fmt, w.shape, w.rotated) for w in triple]
             if kinds != self._kinds[expert]:
                 raise ShapeError(f"reread({expert}) must give {self._kinds[expert]}, got {kinds}")
         except BaseException as error:  # of the caller's function: it must not be lost in C
-            self._error = error
+            _HERE.error = error
             return 0
+        finally:
+            _HERE.rereading = False
         self._held[expert] = triple
         for name, weights in zip(_TRIPLE, triple, strict=True):
             matrix = getattr(struct, name)
@@ -521,30 +612,58 @@ def _targets(devices) -> list[Device]:
     return targets
 
 
-def _budget(vram_budget, target: Device) -> int:
-    if isinstance(vram_budget, Mapping):
-        vram_budget = next((b for device, b in vram_budget.items() if parse_device(device) == target.ordinal), None)
+def _budgets(vram_budget, targets: Sequence[Device]) -> list[int]:
+    """Bytes for each of the devices."""
+    if not isinstance(vram_budget, Mapping):
+        return [_budget(vram_budget)] * len(targets)
+    by_ordinal = {parse_device(device): budget for device, budget in vram_budget.items()}
+    unknown = by_ordinal.keys() - {target.ordinal for target in targets}
+    if unknown:
+        names = ", ".join("cpu" if ordinal is None else f"cuda:{ordinal}" for ordinal in unknown)
+        raise ArgumentError(f"vram_budget names {names}; the devices are {', '.join(t.name for t in targets)}")
+    return [_budget(by_ordinal.get(target.ordinal)) for target in targets]
+
+
+def _budget(vram_budget) -> int:
     if vram_budget is None:
-        return 2 ** (8 * ffi.sizeof("size_t")) - 1  # COLI_MOE_AUTO
-    budget = _whole(vram_budget, "vram_budget")
-    if budget < 0:
-        raise ArgumentError(f"vram_budget must be 0 bytes or more, got {budget}")
-    return budget
+        return _SIZE  # COLI_MOE_AUTO
+    return _whole(vram_budget, "vram_budget", _SIZE - 1)
 
 
-def _handles(layers) -> object:
+def _checked_layers(layers) -> list[MoELayer]:
     layers = _listed(layers, "layers")
     for i, layer in enumerate(layers):
         if not isinstance(layer, MoELayer):
             raise DtypeError(f"layers[{i}] must be a MoELayer, got {type(layer).__name__}")
-    return ffi.new("coli_moe *[]", [layer._live() for layer in layers])
+        layer._live()
+    return layers
 
 
-def _whole(value, what: str) -> int:
+@contextmanager
+def _handles(layers: Sequence[MoELayer]):
+    """The layers in C, which are not freed meanwhile, and whose turn it is."""
+    with ExitStack() as stack:
+        handles = [stack.enter_context(layer._live()) for layer in layers]
+        for layer in layers:
+            stack.enter_context(layer._turns())
+        yield ffi.new("coli_moe *[]", handles)
+
+
+def _whole(value, what: str, most: int | None = None) -> int:
+    """A whole number; with `most`, one of 0 ... most."""
     try:
-        return operator.index(value)
+        value = operator.index(value)
     except TypeError:
         raise DtypeError(f"{what} must be a whole number, got {value!r}") from None
+    if most is not None and not 0 <= value <= most:
+        raise ArgumentError(f"{what} must be 0 ... {most}, got {value}")
+    return value
+
+
+def _real(value, what: str) -> float:
+    if not isinstance(value, Real):
+        raise DtypeError(f"{what} must be a real number, got {value!r}")
+    return float(value)
 
 
 def _ints(array: np.ndarray):

@@ -39,7 +39,7 @@ def test_placed_matrices(build_dir, simt_lib):
     run(build_dir / "tests/c/t_placed", simt_lib)
 
 
-@pytest.mark.parametrize("name", ["t_host_loop", "t_moe_threads"])
+@pytest.mark.parametrize("name", ["t_host_loop", "t_moe_host", "t_moe_threads"])
 def test_moe_layers(build_dir, simt_lib, name):
     run(build_dir / "tests/c" / name, simt_lib)
 
@@ -82,6 +82,6 @@ def test_linked_host_on_gpu(tmp_path, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["t_placed", "t_host_loop", "t_moe_threads"])
+@pytest.mark.parametrize("name", ["t_placed", "t_host_loop", "t_moe_host", "t_moe_threads"])
 def test_loaded_library_on_gpu(build_dir, name):
     run(build_dir / f"tests/c/{name}", installed_gpu_library())

@@ -1,9 +1,11 @@
 """MoE layers on the CPU and on GPUs: routing, every path, faults on each of them, placement, repinning."""
 
+import os
 import shutil
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import oracle
@@ -15,6 +17,8 @@ from hypothesis.extra import numpy as arrays
 
 import pycoli
 from pycoli import cpu
+from pycoli._arrays import floats
+from pycoli._lib import ffi, lib
 from pycoli.moe import RESERVE
 
 sys.path.insert(0, str(__import__("pathlib").Path(__file__).parent / "gpu"))
@@ -112,6 +116,15 @@ class TestRouter:
         assert sorted(ids[0]) == [1, 3]
         assert weights.sum() == pytest.approx(1)
 
+    def test_masked_experts_of_groups(self):
+        """They do not count for their group, and nobody from a group that was left out comes in for them."""
+        router = pycoli.Router(np.eye(4, dtype=np.float32), 2, kind="sigmoid", groups=2, top_groups=1)
+        masked = -np.inf
+        for logits, first, second in [([masked, masked, 3, masked], 2, 3), ([-3, -4, 3, masked], 2, 3)]:
+            ids, weights = router.choose(np.array([logits], np.float32))
+            assert list(ids[0]) == [first, second]
+            np.testing.assert_allclose(weights[0], [1 / (1 + np.exp(-3)), 0], rtol=1e-6)
+
     @pytest.mark.parametrize(
         ("logits", "message"),
         [
@@ -130,6 +143,12 @@ class TestRouter:
             ({"top_k": 0}, pycoli.ShapeError, "top_k must be 1 ... 6"),
             ({"top_k": 7}, pycoli.ShapeError, "top_k must be 1 ... 6"),
             ({"top_k": 1.5}, pycoli.DtypeError, "top_k must be a whole number"),
+            ({"top_k": 2**40}, pycoli.ArgumentError, "top_k must be 0 ... 2147483647"),
+            ({"groups": -1, "top_groups": 0}, pycoli.ArgumentError, "groups must be 0 ..."),
+            ({"scale": float("nan")}, pycoli.NotFiniteError, "the router's scale is nan"),
+            ({"scale": 1e300}, pycoli.NotFiniteError, "the router's scale is inf"),
+            ({"scale": "1"}, pycoli.DtypeError, "scale must be a real number"),
+            ({"kind": ["softmax"]}, pycoli.ArgumentError, "kind must be"),
             ({"kind": "tanh"}, pycoli.ArgumentError, "kind must be 'softmax' or 'sigmoid'"),
             ({"groups": 4, "top_groups": 1}, pycoli.ShapeError, "6 experts do not make 4 equal groups"),
             ({"groups": 3, "top_groups": 4}, pycoli.ShapeError, "top_groups must be 1 ... 3"),
@@ -233,7 +252,11 @@ class TestForward:
         experts = [expert_weights(("int8", "int8", "int8"), wide, 2, seed=i) for i in range(24)]
         x, (ids, weights) = gaussian(rows, wide), random_pairs(rng, rows, top_k, 24)
         with pycoli.MoELayer(experts, devices="cpu") as layer:
-            y = layer(x, ids, weights)
+            y = x.copy()  # in place, as a C host may do it
+            with layer._live() as handle:
+                numbers = ffi.from_buffer("int[]", ids)
+                args = (floats(y), rows, numbers, floats(weights), top_k, ffi.NULL, floats(y))
+                assert lib.coli_moe_forward(handle, *args) == lib.COLI_OK
             some = slice(1000, 1010)
             np.testing.assert_array_equal(y[some], layer(x[some], ids[some], weights[some]))
         assert oracle.relative_rms(y[some], expected_layer(x[some], ids[some], weights[some], experts)) < LIMIT
@@ -263,6 +286,33 @@ class TestForward:
         ids = array(ids, int if ids == [[]] else None)
         with pycoli.MoELayer(mixed_experts(), devices="cpu") as layer, refused(error, message):
             layer(gaussian(1, D), ids, *(array(f, np.float32) for f in floats))
+
+    def test_numbers_that_do_not_fit(self):
+        with pycoli.MoELayer(e8_experts(2), devices="cpu") as layer:
+            for act, error, message in [
+                (lambda: layer.repin(most_swaps=2**40), pycoli.ArgumentError, "most_swaps must be 0 ..."),
+                (lambda: layer.repin("much"), pycoli.DtypeError, "hysteresis must be a real number"),
+                (lambda: layer.set_half_life("long"), pycoli.DtypeError, "rows must be a real number"),
+                (lambda: layer.set_half_life(-1), pycoli.ArgumentError, "rows >= 0"),
+                (lambda: layer.place("cpu", reserve=-1), pycoli.ArgumentError, "reserve must be 0 ..."),
+            ]:
+                with refused(error, message):
+                    act()
+            for heat in (["a", "b"], [1j, 1j]):
+                with refused(pycoli.DtypeError, "heat must be real numbers"):
+                    layer.heat = heat
+            with refused(pycoli.ArgumentError, "nan for expert 0"):
+                layer.heat = [np.nan, 1]
+
+    def test_budgets_that_do_not_fit(self, backend):
+        for budget, error, message in [
+            (2**64, pycoli.ArgumentError, "vram_budget must be 0 ..."),
+            (-1, pycoli.ArgumentError, "vram_budget must be 0 ..."),
+            ("1G", pycoli.DtypeError, "vram_budget must be a whole number"),
+            ({"cuda:7": 0}, pycoli.ArgumentError, "vram_budget names cuda:7; the devices are cuda:0"),
+        ]:
+            with refused(error, message):
+                pycoli.MoELayer(e8_experts(1), devices=["cuda:0"], vram_budget=budget)
 
     def test_experts_that_do_not_fit(self):
         good, other = expert_weights(dim=D, hidden=H), expert_weights(dim=D, hidden=32)
@@ -311,6 +361,18 @@ class TestPaths:
             assert set(paths(layer)) == {"issue"}
             check_layer(layer, experts, rng, rows=3, top_k=8)
             assert set(paths(layer)) == {"group"}
+
+    @pytest.mark.parametrize(("count", "rows"), [(64, 1), (65, 1), (130, 2)])
+    def test_more_experts_than_a_group_holds(self, backend, rng, count, rows):
+        experts = [expert_weights(("int8",) * 3, 16, 8, seed=i % 5) for i in range(count)]
+        with pycoli.MoELayer(experts, devices=["cuda:0"]) as layer:
+            x, ids = gaussian(rows, 16), np.stack([rng.permutation(count) for _ in range(rows)])
+            weights = rng.uniform(0.1, 1, ids.shape).astype(np.float32)
+            y = layer(x, ids, weights)
+            assert oracle.relative_rms(y, expected_layer(x, ids, weights, experts)) < LIMIT
+            assert paths(layer) == {"group": count}
+            assert paths(layer, what="pairs") == {"group": count * rows}
+            assert not paths(layer, what="failed")
 
     def test_the_cpu_has_its_share(self, backend, rng):
         experts = e8_experts(6)
@@ -367,6 +429,83 @@ class TestPaths:
             why = layer.why_cpu(0)
             assert (lacking[0] in why) if one_row == {"cpu"} else why is None
         backend.shutdown()
+
+    def test_no_path_for_many_rows_is_said(self, simt_lib, tmp_path, rng):
+        """A library that can only issue takes few rows: the CPU does the rest, and not in silence."""
+        library = tmp_path / "libcoli_cuda.so"
+        content = simt_lib.read_bytes()
+        for symbol in (b"\0coli_cuda_expert_group\0", b"\0coli_cuda_expert_mlp\0"):
+            content = content.replace(symbol, symbol.replace(b"coli_cuda", b"none_cuda"))
+        library.write_bytes(content)
+        backend = pycoli.open_backend(library)
+        experts = e8_experts(2)
+        with pycoli.MoELayer(experts, devices=[pycoli.Device(0, backend)]) as layer:
+            check_layer(layer, experts, rng, rows=20, top_k=2)
+            assert set(paths(layer)) == {"cpu"}
+            assert "coli_cuda_expert_mlp" in layer.why_cpu(0)
+            assert "coli_cuda_expert_mlp" in layer.stats()["last_failure"]
+            check_layer(layer, experts, rng, rows=1, top_k=2)
+            assert layer.why_cpu(0) is None
+        backend.shutdown()
+
+    def test_a_library_that_cannot_tell_what_is_free(self, simt_lib, tmp_path, rng):
+        library = tmp_path / "libcoli_cuda.so"
+        symbol = b"\0coli_cuda_mem_info\0"
+        library.write_bytes(simt_lib.read_bytes().replace(symbol, symbol.replace(b"coli_cuda", b"none_cuda")))
+        backend = pycoli.open_backend(library)
+        with pycoli.MoELayer(e8_experts(1), devices=[pycoli.Device(0, backend)]) as layer:
+            assert layer.where == ["cpu"]
+            assert "lacks coli_cuda_mem_info, so give a budget in bytes" in layer.why_cpu(0)
+            layer.place([pycoli.Device(0, backend)], 10**6)
+            assert layer.where == ["cuda:0"]
+        backend.shutdown()
+
+    def test_a_layer_is_freed_after_the_calls_in_progress(self, backend, rng):
+        x, ids, one = gaussian(1, D), [[0, 1]], np.ones((1, 2), np.float32)
+        experts = e8_experts(2)
+        for _ in range(10):
+            layer = pycoli.MoELayer(experts, devices=["cuda:0"])
+
+            def work(layer=layer):
+                while True:
+                    layer(x, ids, one)
+                    layer.repin()
+                    assert len(layer.where) == 2
+
+            with ThreadPoolExecutor(3) as pool:
+                ends = [pool.submit(work) for _ in range(3)]
+                layer(x, ids, one)
+                layer.free()
+            assert all(isinstance(end.exception(), pycoli.FreedError) for end in ends)
+            assert pycoli.Device(0).stats().tensors == 0
+
+    def test_a_fork_is_refused(self, backend):
+        if not hasattr(os, "fork"):
+            pytest.skip("needs fork")
+        x, ids, one = gaussian(1, D), [[0, 1]], np.ones((1, 2), np.float32)
+        layer = pycoli.MoELayer(e8_experts(2), devices=["cuda:0"])
+        on_cpu = pycoli.MoELayer(e8_experts(2), devices="cpu")
+        y = layer(x, ids, one)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                with refused(pycoli.DeviceError, "its fork"):
+                    layer(x, ids, one)
+                with refused(pycoli.DeviceError, "its fork"):
+                    layer.unplace()
+                layer.free()
+                assert oracle.relative_rms(on_cpu(x, ids, one), y) < LIMIT
+                os.write(writer, b"fine")
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            assert pipe.read() == b"fine"
+        np.testing.assert_array_equal(layer(x, ids, one), y)
+        layer.free()
+        on_cpu.free()
 
     def test_four_threads_call_four_layers(self, backend):
         experts = e8_experts(8)
@@ -567,6 +706,72 @@ class TestHostCopies:
                 layer(gaussian(1, D), [[1]], np.ones((1, 1), np.float32))
             assert "the disk is gone" in str(caught.value.__cause__)
 
+    @pytest.mark.parametrize("act", ["call", "stats", "other"])
+    def test_a_reread_that_uses_a_layer(self, act):
+        experts, x, one = e8_experts(2), gaussian(1, D), np.ones((1, 1), np.float32)
+        other = pycoli.MoELayer(experts, devices="cpu")
+
+        def reread(number):
+            if act == "stats":
+                layer.stats()
+            else:
+                (other if act == "other" else layer)(x, [[0]], one)
+
+        with pycoli.MoELayer(experts, devices="cpu", reread=reread) as layer:
+            with pytest.raises(pycoli.StateError) as caught:
+                layer(x, [[1]], one)
+            assert "must not use a layer" in str(caught.value.__cause__)
+        other.free()
+
+    @pytest.mark.parametrize("stub", ["stub_old", None])
+    def test_a_reread_that_frees_layers(self, build_dir, simt_lib, rng, stub):
+        """Itself and another; collection may do the same at any time. Old libraries are locked meanwhile."""
+        backend = pycoli.open_backend(build_dir / "tests" / "stubs" / f"{stub}.so" if stub else simt_lib)
+        experts = [expert_weights(("int8",) * 3, D, H, seed=i) for i in range(2)]
+        gpu = pycoli.Device(0, backend)
+        other = pycoli.MoELayer(experts, devices=[gpu], vram_budget=10**6)
+        layer = pycoli.MoELayer(experts, devices=[gpu], vram_budget=30_000, reread=lambda number: experts[number])
+        assert sorted(layer.where) == ["cpu", "cuda:0"]
+
+        def reread(number):
+            other.free()
+            layer.free()
+            return experts[number]
+
+        layer._host._reread = reread
+        x, ids, one = gaussian(1, D), np.array([[0, 1]]), np.ones((1, 2), np.float32)
+        y = layer(x, ids, one)
+        assert oracle.relative_rms(y, expected_layer(x, ids, one, experts)) < LIMIT
+        for freed in (layer, other):
+            with refused(pycoli.FreedError, "has been freed"):
+                freed(x, ids, one)
+        with pycoli.MoELayer(experts, devices=[gpu], vram_budget=10**6) as again:
+            assert again.where == ["cuda:0"] * 2
+        backend.shutdown()
+
+    def test_a_reread_that_fails_while_placing(self, backend):
+        experts, raised = e8_experts(2), [OSError("the disk is gone")]
+
+        def reread(number):
+            if raised:
+                raise raised[0]
+            return experts[number]
+
+        with pytest.warns(RuntimeWarning, match="the disk is gone"):
+            layer = pycoli.MoELayer(experts, devices=["cuda:0"], reread=reread)
+        assert layer.where == ["cpu", "cpu"]
+        layer.heat = [5, 5]
+        raised[0] = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            layer.place(["cuda:0"])
+        with pytest.raises(KeyboardInterrupt):
+            layer(gaussian(1, D), [[0]], np.ones((1, 1), np.float32))
+        raised.clear()
+        with pytest.raises(pycoli.ArgumentError) as caught:
+            layer(gaussian(1, D), [[9]], np.ones((1, 1), np.float32))
+        assert caught.value.__cause__ is None
+        layer.free()
+
     def test_a_reread_of_another_kind(self):
         experts, other = e8_experts(1), expert_weights(("int8",) * 3, D, H)
         with pycoli.MoELayer(experts, devices="cpu", reread=lambda n: other) as layer:
@@ -598,6 +803,8 @@ class TestPlacement:
             layer.place(["cuda:0"], room_for(experts, 4))
             assert [i for i, name in enumerate(layer.where) if name == "cuda:0"] == [1, 3, 4, 5]
             assert "bytes of room" in layer.why_cpu(0)
+            layer.place(["cuda:0"], room_for(experts, 4))  # those placed before count
+            assert layer.where.count("cuda:0") == 4
             layer.place(["cuda:0"], 10**9)
             assert layer.where == ["cuda:0"] * 6
 
@@ -671,6 +878,41 @@ class TestRepin:
             assert layer.where == ["cuda:0", "cpu"]
             layer.heat = [0, 50]
             assert layer.repin()["swaps"] == 0
+
+    def test_who_may_come_and_who_must_stay(self, backend):
+        """What was used for less than a row does not come; the shared expert does not leave, whatever its heat."""
+        experts, shared = e8_experts(2), expert_weights(dim=D, hidden=H, seed=9)
+        with pycoli.MoELayer(experts, shared=shared, devices=["cuda:0"], vram_budget=room_for(experts, 1)) as layer:
+            assert layer.where == ["cpu", "cpu", "cuda:0"]
+            layer.heat = [1000, 1000]
+            assert layer.repin()["swaps"] == 0
+            layer.place(["cuda:0"], room_for(experts, 2))
+            assert layer.where == ["cuda:0", "cpu", "cuda:0"]
+            layer.heat = [0, 0.99]
+            assert layer.repin()["swaps"] == 0
+            layer.heat = [0, 1]
+            assert layer.repin()["swaps"] == 1
+            assert layer.where == ["cpu", "cuda:0", "cuda:0"]
+
+    def test_host_copies_go_and_failures_count_as_swaps(self, backend):
+        experts, works = e8_experts(4), [True]
+
+        def reread(number):
+            if not works[0]:
+                raise OSError("gone")
+            return experts[number]
+
+        with pycoli.MoELayer(experts, devices=["cuda:0"], vram_budget=room_for(experts, 2), reread=reread) as layer:
+            layer.heat = np.where([name == "cpu" for name in layer.where], 9, 0)
+            assert layer.repin(most_swaps=1)["swaps"] == 1
+            assert not layer._host._held
+            works[0] = False
+            layer.heat = np.where([name == "cpu" for name in layer.where], 9, 0)
+            before = layer.where
+            with pytest.warns(RuntimeWarning, match="gone"):
+                done = layer.repin(most_swaps=1)
+            assert (done["swaps"], done["failed"]) == (0, 1)
+            assert layer.where == before
 
     def test_small_differences_do_not_swap(self, backend):
         experts = e8_experts(4)

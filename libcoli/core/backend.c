@@ -164,6 +164,10 @@ int coli_backend_is_old(const coli_backend *backend) {
     return !backend->call.abi_version;
 }
 
+coli_access coli_backend_access(const coli_backend *backend) {
+    return coli_backend_is_old(backend) ? COLI_EXCLUSIVE : COLI_SHARED;
+}
+
 static int largest_rotation_block(int columns) {
     int largest = 0;
     for (int rest = columns, block; rest > 0; rest -= block) {

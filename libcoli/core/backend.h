@@ -61,6 +61,10 @@ void coli_backend_unlock(coli_access access);
  * 4096, groups with other formats than f32, int8, int4 and int2. */
 int coli_backend_is_old(const coli_backend *backend);
 
+/* How a call that reads nothing but its own tensors is locked: shared, but an old library does not keep the calls of
+ * several threads apart. */
+coli_access coli_backend_access(const coli_backend *backend);
+
 /* Writes why the entry point `name` has just returned 0 to this thread. */
 void coli_backend_explain(const coli_backend *backend, const char *name, char *why, size_t size);
 

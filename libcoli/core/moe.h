@@ -40,6 +40,9 @@ struct coli_moe {
     moe_buffer index, floats; /* of a call, kept from one to the next where they are small */
 };
 
+/* Whether two experts are alike in all but their weights: formats, shapes, group sizes, flags. */
+int moe_same_kind(const coli_expert *a, const coli_expert *b);
+
 /* Number of experts, the shared one included. */
 int moe_experts(const coli_moe *layer);
 

@@ -432,11 +432,21 @@ static int run_group(job *j, int first, int count) {
     return 0;
 }
 
+/* No path takes the rows, and none has failed on them: the CPU does not take over without a reason. */
+static void explain_no_single(job *j, const share *s) {
+    const coli_expert *m = &s->expert->matrices;
+    const char *lacks = coli_backend_why_not_expert(j->backend, "expert_mlp", &m->gate, &m->up, &m->down);
+    if (!j->why[0]) snprintf(j->why, sizeof j->why, "%s", lacks ? lacks : "it has more rows than a GPU call takes");
+}
+
 static void run_single(job *j, int index) {
     share *s = &j->shares[index];
     ColiCudaTensor *t[3];
     for (int k = 0; k < 3; k++) t[k] = coli_placed_tensor(s->expert->placed[k]);
-    if (!s->expert->can[COLI_MOE_SINGLE] || s->rows > INT_MAX) return;
+    if (!s->expert->can[COLI_MOE_SINGLE] || s->rows > INT_MAX) {
+        explain_no_single(j, s);
+        return;
+    }
     if (j->backend->call.expert_mlp(t[0], t[1], t[2], s->y, s->x, (int)s->rows))
         mark_done(j, index, 1, s->y, COLI_MOE_SINGLE);
     else
@@ -634,14 +644,14 @@ static coli_status run_blocks(call *c, double clock) {
 
 /* With the lock that the libraries of the layer's experts need: old ones do not keep calls of several threads apart. */
 static coli_status run_locked(call *c, double clock) {
-    int uses_gpu = 0, is_old = 0;
+    int uses_gpu = 0;
+    coli_access access = COLI_SHARED;
     for (int e = 0; e < moe_experts(c->layer); e++) {
         const coli_backend *backend = c->layer->experts[e].backend;
         uses_gpu |= backend != NULL;
-        is_old |= backend && coli_backend_is_old(backend);
+        if (backend && coli_backend_access(backend) == COLI_EXCLUSIVE) access = COLI_EXCLUSIVE;
     }
     if (!uses_gpu) return run_blocks(c, clock);
-    coli_access access = is_old ? COLI_EXCLUSIVE : COLI_SHARED;
     coli_backend_lock(access);
     coli_status status = run_blocks(c, clock);
     coli_backend_unlock(access);
@@ -706,10 +716,11 @@ coli_status coli_expert_fallback(const coli_backend *backend, const coli_expert_
     if (!reason && needs_two_inputs(m)) reason = "its gate and up matrices need different inputs";
     if (!reason && S > INT_MAX) reason = "it has more rows than a GPU call takes";
     if (!reason && S) {
-        coli_backend_lock(COLI_SHARED);
+        coli_access access = coli_backend_access(backend);
+        coli_backend_lock(access);
         int done = backend->call.expert_mlp(tensors->gate, tensors->up, tensors->down, y, x_gate, (int)S);
         if (!done) coli_backend_explain(backend, "coli_cuda_expert_mlp", failure, sizeof failure);
-        coli_backend_unlock(COLI_SHARED);
+        coli_backend_unlock(access);
         if (!done) reason = failure;
     }
     if (why && why_size) snprintf(why, why_size, "%s", reason ? reason : "");

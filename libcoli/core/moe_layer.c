@@ -98,18 +98,44 @@ void coli_moe_free(coli_moe *layer) {
 
 /*------   Host copies   ------*/
 
+static int same_kind(const coli_matrix *a, const coli_matrix *b) {
+    return a->format == b->format && a->rows == b->rows && a->columns == b->columns && a->group_size == b->group_size &&
+           a->flags == b->flags;
+}
+
+int moe_same_kind(const coli_expert *a, const coli_expert *b) {
+    return same_kind(&a->gate, &b->gate) && same_kind(&a->up, &b->up) && same_kind(&a->down, &b->down);
+}
+
+static void take_pointers(coli_matrix *matrix, const coli_matrix *given) {
+    matrix->weights = given->weights;
+    matrix->scales = given->scales;
+}
+
+static coli_status check_given(const coli_expert *given, const coli_expert *known, int number) {
+    coli_status status = coli_expert_check(&given->gate, &given->up, &given->down, coli_matrix_check);
+    RETURN_ERROR_IF(status != COLI_OK, status, "what acquire gave for expert %d: %s", number, coli_last_error());
+    RETURN_ERROR_IF(!moe_same_kind(given, known), COLI_E_STATE,
+                    "acquire gave other matrices for expert %d than the layer was made of: another format or shape",
+                    number);
+    return COLI_OK;
+}
+
 coli_status moe_need_host(coli_moe *layer, int number) {
     moe_expert *expert = &layer->experts[number];
     if (expert->has_host) return COLI_OK;
-    coli_expert *m = &expert->matrices;
-    if (!layer->host.acquire(layer->host.user, number, m)) {
-        forget_host(expert);
-        RETURN_ERROR(COLI_E_STATE, "the weights of expert %d cannot be had back: acquire gave 0", number);
+    coli_expert *m = &expert->matrices, given = *m; /* a copy, since the host may write anything there */
+    RETURN_ERROR_IF(!layer->host.acquire(layer->host.user, number, &given), COLI_E_STATE,
+                    "the weights of expert %d cannot be had back: acquire gave 0", number);
+    coli_status status = check_given(&given, m, number);
+    if (status != COLI_OK) {
+        layer->host.release(layer->host.user, number);
+        return status;
     }
+    take_pointers(&m->gate, &given.gate);
+    take_pointers(&m->up, &given.up);
+    take_pointers(&m->down, &given.down);
     expert->has_host = 1;
-    coli_status status = coli_expert_check(&m->gate, &m->up, &m->down, coli_matrix_check);
-    if (status != COLI_OK) moe_release_host(layer, number);
-    RETURN_ERROR_IF(status != COLI_OK, status, "what acquire gave for expert %d: %s", number, coli_last_error());
     return COLI_OK;
 }
 

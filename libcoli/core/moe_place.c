@@ -77,6 +77,7 @@ static candidate *list_candidates(coli_moe *const *layers, int layer_count, int 
 typedef struct room {
     int device;
     size_t left;
+    char why_none[512]; /* why it is not known what is free; "" where it is */
 } room;
 
 static const coli_matrix *matrix_of(const coli_expert *expert, int i) {
@@ -96,11 +97,15 @@ static size_t expected_bytes(const coli_backend *backend, const coli_expert *exp
 
 /* And what it takes. */
 static size_t taken_bytes(const moe_expert *expert) {
+    const coli_backend_calls *call = &expert->backend->call;
     size_t sum = 0;
+    coli_access access = coli_backend_access(expert->backend);
+    coli_backend_lock(access);
     for (int i = 0; i < 3; i++) {
-        sum += expert->backend->call.tensor_vram ? expert->backend->call.tensor_vram(coli_placed_tensor(expert->placed[i]))
-                                                 : coli_matrix_bytes(matrix_of(&expert->matrices, i));
+        sum += call->tensor_vram ? call->tensor_vram(coli_placed_tensor(expert->placed[i]))
+                                 : coli_matrix_bytes(matrix_of(&expert->matrices, i));
     }
+    coli_backend_unlock(access);
     return sum;
 }
 
@@ -108,19 +113,31 @@ static size_t without(size_t bytes, size_t part) {
     return bytes > part ? bytes - part : 0;
 }
 
-static size_t room_of(const coli_backend *backend, const coli_moe_device *wanted, const candidate *all, int count,
-                      size_t reserve) {
+/* What an automatic budget allows. */
+static size_t free_room(const coli_backend *backend, room *r, size_t reserve) {
+    size_t free_bytes = 0, total;
+    coli_access access = coli_backend_access(backend);
+    coli_backend_lock(access);
+    if (!backend->call.mem_info)
+        snprintf(r->why_none, sizeof r->why_none, "the library lacks coli_cuda_mem_info, so give a budget in bytes");
+    else if (!backend->call.mem_info(r->device, &free_bytes, &total))
+        coli_backend_explain(backend, "coli_cuda_mem_info", r->why_none, sizeof r->why_none);
+    coli_backend_unlock(access);
+    return without(free_bytes, reserve);
+}
+
+static room room_of(const coli_backend *backend, const coli_moe_device *wanted, const candidate *all, int count,
+                    size_t reserve) {
+    room result = {.device = wanted->device, .left = wanted->budget};
     if (wanted->budget == COLI_MOE_AUTO) {
-        size_t free_bytes = 0, total;
-        if (!backend->call.mem_info || !backend->call.mem_info(wanted->device, &free_bytes, &total)) return 0;
-        return without(free_bytes, reserve);
+        result.left = free_room(backend, &result, reserve);
+        return result;
     }
-    size_t left = wanted->budget;
     for (int i = 0; i < count; i++) {
         const moe_expert *expert = expert_of(&all[i]);
-        if (expert->backend && expert->device == wanted->device) left = without(left, taken_bytes(expert));
+        if (expert->backend && expert->device == wanted->device) result.left = without(result.left, taken_bytes(expert));
     }
-    return left;
+    return result;
 }
 
 /* The device with the most room, if it is enough. */
@@ -170,12 +187,21 @@ static int upload(moe_expert *expert, coli_backend *backend, int device, char *w
     return 1;
 }
 
+static void explain_no_room(const room *rooms, int count, size_t needed, char *why, size_t size) {
+    const room *unknown = rooms;
+    while (unknown < rooms + count && !unknown->why_none[0]) unknown++;
+    if (unknown < rooms + count)
+        snprintf(why, size, "what is free on GPU %d is not known: %s", unknown->device, unknown->why_none);
+    else
+        snprintf(why, size, "no GPU of the call has the %zu bytes of room that it needs", needed);
+}
+
 /* Tries the devices with room, roomiest first; one that fails has none any more. */
 static void place_one(const candidate *c, coli_backend *backend, room *rooms, int count) {
     moe_expert *expert = expert_of(c);
     size_t needed = expected_bytes(backend, &expert->matrices);
     char why[1024];
-    snprintf(why, sizeof why, "no GPU of the call has the %zu bytes of room that it needs", needed);
+    explain_no_room(rooms, count, needed, why, sizeof why);
     const char *lacks = NULL;
     if (!find_paths(expert, backend, &lacks)) {
         moe_set_why(expert, lacks);
@@ -219,8 +245,7 @@ static coli_status place_all(coli_moe *const *layers, int layer_count, coli_back
     candidate *all = list_candidates(layers, layer_count, &count);
     room *rooms = malloc((size_t)device_count * sizeof *rooms);
     if (all && rooms) {
-        for (int i = 0; i < device_count; i++)
-            rooms[i] = (room){devices[i].device, room_of(backend, &devices[i], all, count, reserve)};
+        for (int i = 0; i < device_count; i++) rooms[i] = room_of(backend, &devices[i], all, count, reserve);
         for (int i = 0; i < count; i++) {
             if (!expert_of(&all[i])->backend) place_one(&all[i], backend, rooms, device_count);
         }
@@ -253,10 +278,21 @@ coli_status coli_moe_place(coli_moe *const *layers, int layer_count, coli_backen
     return status;
 }
 
-static coli_status unplace(coli_moe *layer) {
-    for (int e = 0; e < moe_experts(layer); e++) {
-        if (layer->experts[e].backend) FORWARD_ERROR(moe_need_host(layer, e));
+/* The host copies of all experts on GPUs; of none where one cannot be had. */
+static coli_status need_all_hosts(coli_moe *layer) {
+    coli_status status = COLI_OK;
+    int end = 0;
+    for (; end < moe_experts(layer) && status == COLI_OK; end++) {
+        if (layer->experts[end].backend) status = moe_need_host(layer, end);
     }
+    for (int e = 0; e < end && status != COLI_OK; e++) {
+        if (layer->experts[e].backend) moe_release_host(layer, e);
+    }
+    return status;
+}
+
+static coli_status unplace(coli_moe *layer) {
+    FORWARD_ERROR(need_all_hosts(layer));
     for (int e = 0; e < moe_experts(layer); e++) {
         if (layer->experts[e].backend) moe_drop(&layer->experts[e], "it was taken off the GPU by coli_moe_unplace");
     }
@@ -273,14 +309,8 @@ coli_status coli_moe_unplace(coli_moe *layer) {
 
 /*------   Repinning   ------*/
 
-static int same_kind(const coli_matrix *a, const coli_matrix *b) {
-    return a->format == b->format && a->rows == b->rows && a->columns == b->columns && a->group_size == b->group_size &&
-           a->flags == b->flags;
-}
-
 static int may_swap(const candidate *hot, const candidate *cold) {
-    const coli_expert *a = &expert_of(hot)->matrices, *b = &expert_of(cold)->matrices;
-    return same_kind(&a->gate, &b->gate) && same_kind(&a->up, &b->up) && same_kind(&a->down, &b->down);
+    return moe_same_kind(&expert_of(hot)->matrices, &expert_of(cold)->matrices);
 }
 
 /* Overwrites the tensors of `cold` by the matrices of `hot`; 0 with the reason. */

@@ -22,6 +22,7 @@ static coli_status check_router(const coli_router *router) {
                     least, most, r->top_groups);
     RETURN_ERROR_IF(r->groups && r->top_k > r->experts / r->groups * r->top_groups, COLI_E_SHAPE,
                     "%d groups of %d experts do not hold top_k = %d", r->top_groups, r->experts / r->groups, r->top_k);
+    RETURN_ERROR_IF(!isfinite(r->scale), COLI_E_NOT_FINITE, "the router's scale is %g", (double)r->scale);
     for (int e = 0; r->bias && e < r->experts; e++) {
         RETURN_ERROR_IF(!isfinite(r->bias[e]), COLI_E_NOT_FINITE, "the router's bias is %g for expert %d",
                         (double)r->bias[e], e);
@@ -81,21 +82,23 @@ static double second_best(const double *values, int count, int best_index) {
     return value;
 }
 
-/* How a group counts against the others. */
+/* How a group counts against the others: by those of its experts that are not taken out. */
 static double group_value(const coli_router *router, const double *choice, int size) {
     int first = best(choice, size);
-    int by_one = router->kind == COLI_ROUTER_SOFTMAX || size < 2;
-    return by_one ? choice[first] : choice[first] + second_best(choice, size, first);
+    double second = second_best(choice, size, first);
+    int by_one = router->kind == COLI_ROUTER_SOFTMAX || second == -HUGE_VAL;
+    return by_one ? choice[first] : choice[first] + second;
 }
 
-/* Takes the experts of all but the best groups out of the choice. `values` has room for a double a group. */
+/* Takes the experts of all but the best groups out of the choice, for good: the others are enough for top_k. `values` has
+ * room for a double a group. */
 static void keep_best_groups(const coli_router *router, double *choice, double *values) {
     int groups = router->groups, size = router->experts / groups;
     for (int g = 0; g < groups; g++) values[g] = group_value(router, choice + (size_t)g * (size_t)size, size);
     for (int kept = 0; kept < router->top_groups; kept++) values[best(values, groups)] = CHOSEN;
     for (int g = 0; g < groups; g++) {
         int left_out = !isnan(values[g]);
-        for (int i = 0; left_out && i < size; i++) choice[g * size + i] = -HUGE_VAL;
+        for (int i = 0; left_out && i < size; i++) choice[g * size + i] = CHOSEN;
     }
 }
 

@@ -26,11 +26,13 @@ struct coli_placed {
 /* 1 when coli_cuda_init configured the device, or the library cannot tell. */
 static int is_configured(const coli_backend *backend, int device, int *configured) {
     if (!backend->call.device_count || !backend->call.device_at) return 1;
+    int found = 0;
+    coli_access access = coli_backend_access(backend);
+    coli_backend_lock(access);
     *configured = backend->call.device_count();
-    for (int i = 0; i < *configured; i++) {
-        if (backend->call.device_at(i) == device) return 1;
-    }
-    return 0;
+    for (int i = 0; i < *configured && !found; i++) found = backend->call.device_at(i) == device;
+    coli_backend_unlock(access);
+    return found;
 }
 
 static void explain_not_configured(const coli_backend *backend, int device, int configured, char why[WHY_BYTES]) {
@@ -110,9 +112,9 @@ static int table_may_be_missing(const coli_placed *placed) {
 
 static void move_to_gpu(coli_placed *placed, int device) {
     coli_backend *backend = placed->backend;
-    coli_access access = table_goes_first(placed) ? COLI_EXCLUSIVE : COLI_SHARED;
+    coli_access access = coli_backend_access(backend);
     coli_backend_lock(access);
-    const char *failed = access == COLI_EXCLUSIVE ? upload_with_table(placed, device) : upload(placed, device);
+    const char *failed = table_goes_first(placed) ? upload_with_table(placed, device) : upload(placed, device);
     if (failed && table_may_be_missing(placed)) {
         coli_backend_unlock(access);
         access = COLI_EXCLUSIVE;
@@ -147,9 +149,10 @@ coli_status coli_place(coli_backend *backend, int device, const coli_matrix *mat
 void coli_placed_free(coli_placed *placed) {
     if (!placed) return;
     if (placed->tensor) {
-        coli_backend_lock(COLI_SHARED);
+        coli_access access = coli_backend_access(placed->backend);
+        coli_backend_lock(access);
         placed->backend->call.tensor_free(placed->tensor);
-        coli_backend_unlock(COLI_SHARED);
+        coli_backend_unlock(access);
     }
     free(placed);
 }
@@ -182,18 +185,20 @@ static int update_on_gpu(coli_placed *placed, const coli_matrix *matrix, char wh
         snprintf(why, WHY_BYTES, "%s", coli_backend_why_not(backend, "update"));
         return 0;
     }
-    coli_backend_lock(COLI_SHARED);
+    coli_access access = coli_backend_access(backend);
+    coli_backend_lock(access);
     int done = backend->call.tensor_update(placed->tensor, matrix->weights, matrix->scales);
     if (!done) coli_backend_explain(backend, "coli_cuda_tensor_update", why, WHY_BYTES);
-    coli_backend_unlock(COLI_SHARED);
+    coli_backend_unlock(access);
     return done;
 }
 
 /* Leaves the matrix to the CPU. */
 static void leave_gpu(coli_placed *placed, const char why[WHY_BYTES]) {
-    coli_backend_lock(COLI_SHARED);
+    coli_access access = coli_backend_access(placed->backend);
+    coli_backend_lock(access);
     placed->backend->call.tensor_free(placed->tensor);
-    coli_backend_unlock(COLI_SHARED);
+    coli_backend_unlock(access);
     placed->tensor = NULL;
     placed->device = -1;
     memcpy(placed->why_cpu, why, strlen(why) + 1);
@@ -236,11 +241,12 @@ static void report_failure(const coli_backend *backend, const char *call, char w
 static int matmul_on_gpu(coli_placed *w, const float *x, size_t S, float *y, char why[WHY_BYTES]) {
     if (!w->tensor || !fits_gpu_call(S, why)) return 0;
     const coli_matrix *m = &w->matrix;
-    coli_backend_lock(COLI_SHARED);
+    coli_access access = coli_backend_access(w->backend);
+    coli_backend_lock(access);
     int done = w->backend->call.matmul(&w->tensor, y, x, NULL, NULL, m->format, (int)S, m->columns, m->rows, w->device,
                                        m->group_size);
     if (!done) report_failure(w->backend, "coli_cuda_matmul", why);
-    coli_backend_unlock(COLI_SHARED);
+    coli_backend_unlock(access);
     return done;
 }
 
@@ -280,10 +286,11 @@ static int may_run_expert(coli_placed *const matrices[3], size_t S, char why[WHY
 static int expert_on_gpu(coli_placed *const matrices[3], const float *x, size_t S, float *y, char why[WHY_BYTES]) {
     if (!may_run_expert(matrices, S, why)) return 0;
     const coli_backend *backend = matrices[0]->backend;
-    coli_backend_lock(COLI_SHARED);
+    coli_access access = coli_backend_access(backend);
+    coli_backend_lock(access);
     int done = backend->call.expert_mlp(matrices[0]->tensor, matrices[1]->tensor, matrices[2]->tensor, y, x, (int)S);
     if (!done) report_failure(backend, "coli_cuda_expert_mlp", why);
-    coli_backend_unlock(COLI_SHARED);
+    coli_backend_unlock(access);
     return done;
 }
 

@@ -6,8 +6,8 @@
  *
  *       coli_moe *layer;
  *       coli_moe_create(experts, count, NULL, NULL, &layer);
- *       coli_moe_place(&layer, 1, backend, devices, device_count, COLI_MOE_RESERVE);   // or not at all: everything on the
- * CPU coli_route(&router, logits, S, ids, weights);                                  // or the host's own routing
+ *       coli_moe_place(&layer, 1, backend, devices, device_count, COLI_MOE_RESERVE);   // without it: all on the CPU
+ *       coli_route(&router, logits, S, ids, weights);                                  // or the host's own routing
  *       coli_moe_forward(layer, x, S, ids, weights, router.top_k, NULL, y);
  *       coli_moe_repin(&layer, 1, 0.25, 0, NULL);                                      // now and then
  *
@@ -66,7 +66,8 @@ typedef struct coli_expert {
  * must not call libcoli. */
 typedef struct coli_moe_host {
     /* Sets the `weights` and `scales` pointers of the three matrices for expert `expert` (count: the shared one); they stay
-     * valid until release. 1, or 0 where they cannot be had. */
+     * valid until release. 1, or 0 where they cannot be had. Matrices of another kind than those of the layer are refused
+     * (COLI_E_STATE), and released. */
     int (*acquire)(void *user, int expert, coli_expert *matrices);
     /* The copies are not needed any more: the expert is on a GPU, or the layer is freed. */
     void (*release)(void *user, int expert);
