@@ -28,6 +28,7 @@ from .errors import (
     ColiError,
     DeviceError,
     DtypeError,
+    FreedError,
     NotProvidedError,
     StateError,
 )
@@ -178,8 +179,8 @@ class Backend:
         with self._start_lock:
             if self._started_in != os.getpid():
                 return
-            for layer in list(self._layers):  # one that was freed, or cannot have its weights back, is left as it is
-                with suppress(ColiError):
+            for layer in list(self._layers):
+                with suppress(FreedError):
                     layer.unplace()
             with self._all_devices():
                 for tensor in list(self._tensors):

@@ -194,12 +194,12 @@ class Checkpoint:
             The router's weight is missing or of a wrong shape, or the configuration does not say how many experts a row
             has.
         """
-        names = [f"{self._block(layer)}{name}.weight" for name in ("gate", "router")]
-        weight, bias = self._first_of(names), self._float32_or_none(f"{self._block(layer)}gate.e_score_correction_bias")
-        if weight is None:
-            raise CheckpointError(f"{self._listing}: layer {layer} has no router: {' or '.join(names)} is missing")
-        hidden = self.expert(layer, 0).gate.shape[1]
-        self._check_shape(names[0], weight.shape, (self.expert_count(layer), hidden))
+        name = f"{self._block(layer)}gate.weight"
+        weight, bias = self._float32_or_none(name), self._float32_or_none(f"{name[:-6]}e_score_correction_bias")
+        if weight is None:  # a "router.weight" is one with rules of its own
+            raise CheckpointError(f"{self._listing}: layer {layer} has no router that is known here: {name} is missing")
+        hidden = self.expert_shape()[1] or self.expert(layer, 0).gate.shape[1]
+        self._check_shape(name, weight.shape, (self.expert_count(layer), hidden))
         top_k = self._config_size("num_experts_per_tok", "moe_top_k")
         if top_k is None:
             raise CheckpointError(f"{self._config_source}: num_experts_per_tok is needed to route, and missing")
@@ -237,11 +237,8 @@ class Checkpoint:
         """What the names of everything in a layer's MoE block begin with."""
         return self._layer(layer).stem.removesuffix("experts.")
 
-    def _first_of(self, names: list[str]) -> np.ndarray | None:
-        return next((self._float32(name) for name in names if name in self._file_of), None)
-
     def _float32_or_none(self, name: str) -> np.ndarray | None:
-        return self._first_of([name])
+        return self._float32(name) if name in self._file_of else None
 
     def recorded_input(self, layer: int) -> np.ndarray | None:
         """Recorded inputs of the layer's MoE block, float32 [tokens, D]; None where the checkpoint carries none."""

@@ -17,7 +17,7 @@ from ._arrays import as_array, as_float32, as_matrix, as_rows, floats
 from ._lib import check, ffi, lib, text
 from .backend import Backend
 from .device import Device, parse_device
-from .errors import ArgumentError, DeviceError, DtypeError, FreedError, ShapeError, StateError
+from .errors import ArgumentError, DeviceError, DtypeError, FreedError, OutOfMemoryError, ShapeError, StateError
 from .placement import default_backend
 from .products import check_expert
 from .weights import Weights, encode, published_codebook
@@ -29,6 +29,7 @@ _INT = 2**31 - 1
 _SIZE = 2 ** (8 * ffi.sizeof("size_t")) - 1
 _KINDS = {"softmax": "COLI_ROUTER_SOFTMAX", "sigmoid": "COLI_ROUTER_SIGMOID"}
 _PATHS = ("issue", "group", "single", "cpu")
+_NEVER_PLACED = "it was never placed"
 _TRIPLE = ("gate", "up", "down")
 
 
@@ -146,7 +147,8 @@ class MoELayer:
     devices : None, "cpu", a device, or a sequence of devices
         Where experts may be placed. None is every GPU there is; `why_cpu` says why one is on the CPU.
     vram_budget : int or mapping of devices to int, optional
-        Bytes of each device for the layer's experts. None is what is free, less `reserve`.
+        Bytes of each device for the layer's experts; a mapping gives none to devices that it leaves out. None is what
+        is free, less `reserve`. For a model of several layers, make them with devices="cpu" and call pycoli.place().
     reserve : int
         Bytes that an automatic budget leaves free.
     reread : callable int -> (gate, up, down), optional
@@ -187,6 +189,7 @@ class MoELayer:
         self.dim = triples[0][0].shape[1]
         self.router = _checked_router(router, self._count, self.dim)
         self._host = _HostCopies(triples, reread)
+        self._why_no_gpu = _NEVER_PLACED
         self._used = _Used(self._created(triples, shared is not None), self._host)
         place([self], devices, vram_budget, reserve=reserve)
 
@@ -257,7 +260,7 @@ class MoELayer:
     def unplace(self) -> None:
         """Takes all experts off the GPUs."""
         with self._live() as handle, self._turns():
-            _check(lib.coli_moe_unplace(handle))
+            lib.coli_moe_unplace(handle)
 
     def repin(self, hysteresis: float = 0.25, most_swaps: int = 0) -> dict:
         """Swaps cold experts on GPUs for hot ones on the CPU. See repin()."""
@@ -276,7 +279,8 @@ class MoELayer:
         if not 0 <= expert < self._host.count:
             raise ArgumentError(f"expert must be 0 ... {self._host.count - 1}, got {expert}")
         with self._live() as handle:
-            return _text(lambda buffer, size: lib.coli_moe_why_cpu(handle, expert, buffer, size))
+            why = _text(lambda buffer, size: lib.coli_moe_why_cpu(handle, expert, buffer, size))
+        return self._why_no_gpu if why == _NEVER_PLACED else why
 
     @property
     def heat(self) -> np.ndarray:
@@ -311,7 +315,7 @@ class MoELayer:
         """
         total, last = ffi.new("coli_moe_stats *"), ffi.new("coli_moe_stats *")
         with self._live() as handle:
-            check(lib.coli_moe_get_stats(handle, total, last))
+            check(lib.coli_moe_get_stats(handle, total, last, ffi.sizeof("coli_moe_stats")))
             failure = _text(lambda buffer, size: lib.coli_moe_last_failure(handle, buffer, size))
         return {"total": _stats(total), "last": _stats(last), "last_failure": failure}
 
@@ -393,8 +397,10 @@ def place(layers: Sequence[MoELayer], devices=None, vram_budget=None, *, reserve
     """
     layers = _checked_layers(layers)
     reserve = _whole(reserve, "reserve", _SIZE)
-    targets = _targets(devices)
+    targets, reason = _targets(devices)
     if not targets:
+        for layer in layers:
+            layer._why_no_gpu = reason
         return
     budgets = _budgets(vram_budget, targets)
     backend = targets[0].backend
@@ -598,18 +604,27 @@ def _pairs(ids, weights, rows: int) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(ids.reshape(rows, top_k), np.int32), weights.reshape(rows, top_k)
 
 
-def _targets(devices) -> list[Device]:
-    """The GPUs that an argument `devices` means; none for the CPU."""
+def _targets(devices) -> tuple[list[Device], str | None]:
+    """The GPUs that an argument `devices` means; where there are none, why."""
     if devices is None:
-        backend, _ = default_backend(environ.get("COLI_CUDA_LIB"))
-        return [Device(name, backend) for name in backend.devices()] if backend else []
+        return _all_gpus()
     single = isinstance(devices, (str, int, Device))
     listed = [devices] if single else _listed(devices, "devices")
     targets = [Device(d) for d in listed if parse_device(d) is not None]
     for target in targets[1:]:
         if target.backend is not targets[0].backend:
             raise DeviceError("the devices of a placement must be of one GPU library")
-    return targets
+    return targets, "the CPU was asked for"
+
+
+def _all_gpus() -> tuple[list[Device], str | None]:
+    backend, reason = default_backend(environ.get("COLI_CUDA_LIB"))
+    if backend is None:
+        return [], reason
+    try:
+        return [Device(name, backend) for name in backend.devices()], backend.why_no_device()
+    except (DeviceError, OutOfMemoryError) as error:
+        return [], str(error)
 
 
 def _budgets(vram_budget, targets: Sequence[Device]) -> list[int]:
@@ -621,7 +636,7 @@ def _budgets(vram_budget, targets: Sequence[Device]) -> list[int]:
     if unknown:
         names = ", ".join("cpu" if ordinal is None else f"cuda:{ordinal}" for ordinal in unknown)
         raise ArgumentError(f"vram_budget names {names}; the devices are {', '.join(t.name for t in targets)}")
-    return [_budget(by_ordinal.get(target.ordinal)) for target in targets]
+    return [_budget(by_ordinal.get(target.ordinal, 0)) for target in targets]
 
 
 def _budget(vram_budget) -> int:

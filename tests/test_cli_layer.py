@@ -155,7 +155,7 @@ def test_on_a_gpu(tmp_path, capsys, simt_lib, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t, c: t.pop("model.layers.1.mlp.gate.weight"), "layer 1 has no router"),
+        (lambda t, c: t.pop("model.layers.1.mlp.gate.weight"), "layer 1 has no router that is known here"),
         (lambda t, c: t.update({"model.layers.1.mlp.gate.weight": gaussian(E, D + 1)}), "shape"),
         (lambda t, c: c.update(num_experts_per_tok=None), "num_experts_per_tok is needed"),
         (lambda t, c: c.update(num_experts_per_tok=E + 1), "top_k must be 1 ... 8"),

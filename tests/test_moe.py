@@ -225,7 +225,7 @@ class TestForward:
         with pycoli.MoELayer(experts, devices=device) as layer:
             check_layer(layer, experts, rng)
             assert layer.where == ["cpu", "cpu"]
-            wanted = "it was never placed" if device == "cpu" else "need different inputs"
+            wanted = "the CPU was asked for" if device == "cpu" else "need different inputs"
             assert wanted in layer.why_cpu(0)
 
     def test_unrotated_e8(self, device, rng):
@@ -362,7 +362,7 @@ class TestPaths:
             check_layer(layer, experts, rng, rows=3, top_k=8)
             assert set(paths(layer)) == {"group"}
 
-    @pytest.mark.parametrize(("count", "rows"), [(64, 1), (65, 1), (130, 2)])
+    @pytest.mark.parametrize(("count", "rows"), [(65, 1), (130, 2)])
     def test_more_experts_than_a_group_holds(self, backend, rng, count, rows):
         experts = [expert_weights(("int8",) * 3, 16, 8, seed=i % 5) for i in range(count)]
         with pycoli.MoELayer(experts, devices=["cuda:0"]) as layer:
@@ -440,7 +440,7 @@ class TestPaths:
         backend = pycoli.open_backend(library)
         experts = e8_experts(2)
         with pycoli.MoELayer(experts, devices=[pycoli.Device(0, backend)]) as layer:
-            check_layer(layer, experts, rng, rows=20, top_k=2)
+            check_layer(layer, experts, rng, rows=200, top_k=2)
             assert set(paths(layer)) == {"cpu"}
             assert "coli_cuda_expert_mlp" in layer.why_cpu(0)
             assert "coli_cuda_expert_mlp" in layer.stats()["last_failure"]
@@ -506,6 +506,31 @@ class TestPaths:
         np.testing.assert_array_equal(layer(x, ids, one), y)
         layer.free()
         on_cpu.free()
+
+    def test_bits_do_not_depend_on_who_has_the_device(self, backend, rng):
+        """Rows that the GPU sums up, and rows that the layer does because another one's group is outstanding there."""
+        experts, other = e8_experts(8), e8_experts(2)
+        x, (ids, weights) = gaussian(3, D), random_pairs(rng, 3, 5, 8)
+        stop, seen = threading.Event(), set()
+        with (
+            pycoli.MoELayer(experts, devices=["cuda:0"], vram_budget=room_for(experts, 5)) as layer,
+            pycoli.MoELayer(other, devices=["cuda:0"], vram_budget=10**9) as rival,
+        ):
+
+            def disturb():
+                while not stop.is_set():
+                    rival(x, np.zeros((3, 1), int), np.ones((3, 1), np.float32))
+
+            wanted = layer(x, ids, weights)
+            seen |= set(paths(layer))
+            thread = threading.Thread(target=disturb)
+            thread.start()
+            for _ in range(40):
+                np.testing.assert_array_equal(layer(x, ids, weights), wanted)
+                seen |= set(paths(layer))
+            stop.set()
+            thread.join()
+        assert seen >= {"issue", "group"}, "nobody was in the way"
 
     def test_four_threads_call_four_layers(self, backend):
         experts = e8_experts(8)
@@ -679,13 +704,16 @@ class TestHostCopies:
             check_layer(layer, experts, rng)
             assert len(asked) == 4
             monkeypatch.setenv("COLI_GPU_FAIL_AFTER", "0")
-            check_layer(layer, experts, rng, rows=1, top_k=4)
-            assert len(asked) > 4
-            assert not layer._host._held
+            for _ in range(3):
+                layer(gaussian(1, D), [[0, 1]], np.ones((1, 2), np.float32))
+            assert sorted(asked[4:]) == [0, 1]  # and kept as long as the GPU fails
             monkeypatch.delenv("COLI_GPU_FAIL_AFTER")
+            layer(gaussian(1, D), [[0, 1]], np.ones((1, 2), np.float32))
+            assert not layer._host._held
             layer.unplace()
-            assert sorted(layer._host._held) == [0, 1, 2, 3]
-            check_layer(layer, experts, rng)
+            assert len(asked) == 6
+            check_layer(layer, experts, rng, rows=5, top_k=4)
+            assert len(asked) == 10
 
     def test_on_the_cpu_they_are_read_when_needed(self, rng):
         experts, asked = e8_experts(4), []
@@ -779,21 +807,6 @@ class TestHostCopies:
                 layer(gaussian(1, D), [[0]], np.ones((1, 1), np.float32))
             assert "reread(0) must give" in str(caught.value.__cause__)
 
-    def test_unplace_changes_nothing_where_copies_cannot_be_had(self, backend, rng):
-        experts, works = e8_experts(3), [True]
-
-        def reread(number):
-            if not works[0]:
-                raise OSError("gone")
-            return experts[number]
-
-        with pycoli.MoELayer(experts, devices=["cuda:0"], reread=reread) as layer:
-            works[0] = False
-            with pytest.raises(pycoli.StateError):
-                layer.unplace()
-            assert layer.where == ["cuda:0"] * 3
-            check_layer(layer, experts, rng)
-
 
 class TestPlacement:
     def test_the_hottest_first_within_the_budget(self, backend):
@@ -848,6 +861,7 @@ class TestPlacement:
         experts = e8_experts(2)
         with pycoli.MoELayer(experts) as layer:
             assert layer.where == ["cpu", "cpu"]
+            assert "no GPU library is installed" in layer.why_cpu(0)
             check_layer(layer, experts, rng)
 
 

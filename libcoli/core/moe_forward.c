@@ -28,6 +28,7 @@
 typedef struct share {
     int number;
     moe_expert *expert;
+    const struct job *job; /* NULL for the CPU */
     size_t begin, rows;    /* places in the sorted pairs */
     float *packed;         /* room for the rows, twice where gate and up are rotated differently; NULL: taken in place */
     const float *x, *x_up; /* [rows, D], for gate and up; NULL until they are packed */
@@ -57,6 +58,13 @@ typedef struct job {
     char why[WHY_BYTES]; /* the last failure; "" for none */
 } job;
 
+/* A row that an expert gave. */
+typedef struct result_row {
+    const float *row;
+    float weight;
+    const job *job; /* NULL for the CPU */
+} result_row;
+
 /* What a call works with. */
 typedef struct call {
     coli_moe *layer;
@@ -75,9 +83,8 @@ typedef struct call {
     int job_count;
     ColiCudaTensor **tensors; /* [3 experts] */
     int *group_rows;          /* [experts] */
-    const float **results;    /* [pairs of the call]: where the row of each pair is */
     size_t *token_first;      /* [S + 1]: the pairs of the block, sorted by row of x */
-    size_t *token_pairs;      /* [pairs] */
+    result_row *result_rows;  /* [pairs of the call]: those of the block, sorted by row of x */
     float *packed;            /* rows for experts, and room for their results */
     float *sum;               /* [S, D]: y, or memory beside it while a later block may fail */
 } call;
@@ -107,9 +114,8 @@ static void lay_out_index(call *c, arena *a, size_t pairs) {
     c->jobs = part(a, experts, sizeof *c->jobs);
     c->tensors = part(a, 3 * experts, sizeof *c->tensors);
     c->group_rows = part(a, experts, sizeof *c->group_rows);
-    c->results = part(a, pairs, sizeof *c->results);
     c->token_first = part(a, c->rows.S + 1, sizeof *c->token_first);
-    c->token_pairs = part(a, pairs, sizeof *c->token_pairs);
+    c->result_rows = part(a, pairs, sizeof *c->result_rows);
 }
 
 static coli_status allocate_index(call *c, size_t pairs) {
@@ -200,7 +206,12 @@ static int is_on(const moe_expert *expert, const job *where) {
     return expert->backend == where->backend && expert->device == where->device;
 }
 
-/* Lists the GPUs of the experts of a block as jobs without shares. */
+static int by_device(const void *a, const void *b) {
+    const job *one = a, *two = b;
+    return (one->device > two->device) - (one->device < two->device);
+}
+
+/* Lists the GPUs of the experts of a block as jobs without shares, in an order that does not depend on the rows. */
 static void list_jobs(call *c, int begin, int end) {
     c->job_count = 0;
     for (int e = begin; e < end; e++) {
@@ -214,6 +225,7 @@ static void list_jobs(call *c, int begin, int end) {
         next->backend = expert->backend;
         next->device = expert->device;
     }
+    qsort(c->jobs, (size_t)c->job_count, sizeof *c->jobs, by_device);
 }
 
 static share *add_share(call *c, int number) {
@@ -230,7 +242,10 @@ static share *add_share(call *c, int number) {
 static void fill_job(call *c, job *j, int begin, int end, size_t *pairs) {
     int first = c->share_count;
     for (int e = begin; e < end; e++) {
-        if (rows_of(c, e) && is_on(&c->layer->experts[e], j)) j->rows += add_share(c, e)->rows;
+        if (!rows_of(c, e) || !is_on(&c->layer->experts[e], j)) continue;
+        share *next = add_share(c, e);
+        next->job = j;
+        j->rows += next->rows;
     }
     j->shares = c->shares + first;
     j->count = c->share_count - first;
@@ -503,17 +518,12 @@ static coli_status compute(call *c, share *s) {
     return COLI_OK;
 }
 
-/* What a GPU failed to do. Its host copy goes again, since the expert still has its place there. */
-static coli_status compute_anew(call *c, share *s) {
-    FORWARD_ERROR(compute(c, s));
-    moe_release_host(c->layer, s->number);
-    return COLI_OK;
-}
-
+/* What a GPU failed to do, the CPU does. Its host copies stay until the GPU works again: it may be gone for good. */
 static coli_status recover(call *c, job *j) {
     for (int i = 0; i < j->count; i++) {
         share *s = &j->shares[i];
-        if (!s->done) FORWARD_ERROR(compute_anew(c, s));
+        if (!s->done) FORWARD_ERROR(compute(c, s));
+        if (s->path != COLI_MOE_CPU) moe_release_host(c->layer, s->number);
         moe_set_why(s->expert, s->path == COLI_MOE_CPU ? j->why : NULL);
     }
     if (j->why[0]) moe_note_failure(c->layer, j->why);
@@ -522,48 +532,58 @@ static coli_status recover(call *c, job *j) {
 
 /*------   The sum   ------*/
 
-/* Where the row of each pair is; NULL where it is in the sums of a job. */
-static void list_results(call *c) {
-    for (int i = 0; i < c->share_count; i++) {
-        const share *s = &c->shares[i];
-        for (size_t r = 0; r < s->rows; r++)
-            c->results[s->begin + r] = s->result ? s->result + r * (size_t)c->layer->D : NULL;
-    }
-}
-
-/* token_pairs lists the pairs of the block with a row of their own by row of x, for each in the order of the experts. */
-static void sort_by_token(call *c, size_t begin, size_t end) {
+/* For each row of x, its pairs that have a row of their own, in the order of the shares: GPU by GPU, then the CPU's. */
+static void sort_by_token(call *c) {
     size_t S = c->rows.S, *first = c->token_first;
     memset(first, 0, (S + 1) * sizeof *first);
-    for (size_t p = begin; p < end; p++) first[c->tokens[p] + 1] += c->results[p] != NULL;
+    for (int i = 0; i < c->share_count; i++) {
+        const share *s = &c->shares[i];
+        for (size_t p = s->begin; s->result && p < s->begin + s->rows; p++) first[c->tokens[p] + 1]++;
+    }
     for (size_t s = 0; s < S; s++) first[s + 1] += first[s];
-    for (size_t p = begin; p < end; p++) {
-        if (c->results[p]) c->token_pairs[first[c->tokens[p]]++] = p;
+    for (int i = 0; i < c->share_count; i++) {
+        const share *s = &c->shares[i];
+        for (size_t r = 0; s->result && r < s->rows; r++) {
+            result_row *row = &c->result_rows[first[c->tokens[s->begin + r]]++];
+            *row = (result_row){s->result + r * (size_t)c->layer->D, c->pair_weights[s->begin + r], s->job};
+        }
     }
     for (size_t s = S; s > 0; s--) first[s] = first[s - 1];
     first[0] = 0;
 }
 
-/* Adds a row to y [n], which has none yet where is_first is 1. */
-static void add_row(const coli_kernels *kernels, float *y, const float *row, float weight, int n, int is_first) {
-    if (is_first) memset(y, 0, (size_t)n * sizeof *y);
-    kernels->add_products(y, n, &weight, 1, row, 0);
+/* A sum of rows [n], which has none yet where is_empty is 1. */
+typedef struct row_sum {
+    const coli_kernels *kernels;
+    float *y;
+    int n, is_empty;
+} row_sum;
+
+static void add_row(row_sum *sum, const float *row, float weight) {
+    if (sum->is_empty) memset(sum->y, 0, (size_t)sum->n * sizeof *sum->y);
+    sum->is_empty = 0;
+    sum->kernels->add_products(sum->y, sum->n, &weight, 1, row, 0);
+}
+
+/* Adds what a GPU gives for a token. Its rows are added up by themselves first, as the GPU would: the bits must not depend
+ * on who does it. */
+static const result_row *add_job(row_sum *sum, const job *j, size_t offset, int column, const result_row *next,
+                                 const result_row *end) {
+    float part[SUM_COLUMNS];
+    row_sum of_job = {sum->kernels, part, sum->n, 1};
+    for (; next < end && next->job == j; next++) add_row(&of_job, next->row + column, next->weight);
+    if (j->sums) add_row(sum, j->sums + offset, 1);
+    if (!of_job.is_empty) add_row(sum, part, 1);
+    return next;
 }
 
 static void sum_columns(const call *c, const coli_kernels *kernels, size_t token, int column, int n, int is_first) {
-    float *y = c->sum + token * (size_t)c->layer->D + column;
-    for (int i = 0; i < c->job_count; i++) {
-        const float *sums = c->jobs[i].sums;
-        if (!sums) continue;
-        add_row(kernels, y, sums + token * (size_t)c->layer->D + column, 1, n, is_first);
-        is_first = 0;
-    }
-    for (size_t i = c->token_first[token]; i < c->token_first[token + 1]; i++) {
-        size_t pair = c->token_pairs[i];
-        add_row(kernels, y, c->results[pair] + column, c->pair_weights[pair], n, is_first);
-        is_first = 0;
-    }
-    if (is_first) memset(y, 0, (size_t)n * sizeof *y);
+    size_t offset = token * (size_t)c->layer->D + (size_t)column;
+    row_sum sum = {kernels, c->sum + offset, n, is_first};
+    const result_row *next = c->result_rows + c->token_first[token], *end = c->result_rows + c->token_first[token + 1];
+    for (int i = 0; i < c->job_count; i++) next = add_job(&sum, &c->jobs[i], offset, column, next, end);
+    for (; next < end; next++) add_row(&sum, next->row + column, next->weight);
+    if (sum.is_empty) memset(sum.y, 0, (size_t)n * sizeof *sum.y);
 }
 
 static void sum_token(const call *c, const coli_kernels *kernels, size_t token, int is_first) {
@@ -576,8 +596,7 @@ static void sum_token(const call *c, const coli_kernels *kernels, size_t token, 
 static void sum_block(call *c, int begin, int end) {
     size_t first = c->first[begin], last = c->first[end], S = c->rows.S;
     const coli_kernels *kernels = coli_kernels_current();
-    list_results(c);
-    sort_by_token(c, first, last);
+    sort_by_token(c);
     int team = coli_team(S, (size_t)c->layer->D * (1 + (last - first) / S));
     if (team == 1) {
         for (size_t s = 0; s < S; s++) sum_token(c, kernels, s, begin == 0);

@@ -280,11 +280,12 @@ void moe_add_stats(coli_moe_stats *sum, const coli_moe_stats *more) {
     moe_add_repinned(&sum->repinned, &more->repinned);
 }
 
-coli_status coli_moe_get_stats(coli_moe *layer, coli_moe_stats *total, coli_moe_stats *last) {
-    RETURN_ERROR_IF(!layer, COLI_E_ARGUMENT, "the layer is NULL");
+coli_status coli_moe_get_stats(coli_moe *layer, coli_moe_stats *total, coli_moe_stats *last, size_t size) {
+    RETURN_ERROR_IF(!layer || !size, COLI_E_ARGUMENT, "coli_moe_get_stats needs a layer and the size of its results");
+    if (size > sizeof layer->total) size = sizeof layer->total;
     coli_mutex_lock(&layer->mutex);
-    if (total) *total = layer->total;
-    if (last) *last = layer->last;
+    if (total) memcpy(total, &layer->total, size);
+    if (last) memcpy(last, &layer->last, size);
     coli_mutex_unlock(&layer->mutex);
     return COLI_OK;
 }

@@ -1,4 +1,5 @@
 /* moe_place.c - which experts are on which GPU: the hottest, within budgets, swapped when others become hotter. */
+#include <math.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,6 +16,7 @@ typedef struct candidate {
     coli_moe *layer;
     int number;
     double heat; /* the shared expert's is infinite: every row passes it */
+    int order;   /* as the caller gave layers and experts, for those that are as hot */
 } candidate;
 
 static moe_expert *expert_of(const candidate *c) {
@@ -52,7 +54,7 @@ static void unlock_all(coli_moe **sorted, int count) {
 static int hotter_first(const void *a, const void *b) {
     const candidate *one = a, *two = b;
     if (one->heat != two->heat) return one->heat < two->heat ? 1 : -1;
-    return (one->number > two->number) - (one->number < two->number);
+    return (one->order > two->order) - (one->order < two->order);
 }
 
 /* All experts of the layers, in the caller's order of layers, hottest first. NULL without memory. */
@@ -64,8 +66,9 @@ static candidate *list_candidates(coli_moe *const *layers, int layer_count, int 
     for (int i = 0; i < layer_count; i++) {
         coli_moe *layer = layers[i];
         for (int e = 0; e < moe_experts(layer); e++) {
-            double heat = e < layer->count ? moe_heat_of(layer, &layer->experts[e]) : 1e300;
-            *next++ = (candidate){layer, e, heat};
+            double heat = e < layer->count ? moe_heat_of(layer, &layer->experts[e]) : INFINITY;
+            *next = (candidate){layer, e, heat, (int)(next - list)};
+            next++;
         }
     }
     qsort(list, (size_t)*count, sizeof *list, hotter_first);
@@ -278,33 +281,13 @@ coli_status coli_moe_place(coli_moe *const *layers, int layer_count, coli_backen
     return status;
 }
 
-/* The host copies of all experts on GPUs; of none where one cannot be had. */
-static coli_status need_all_hosts(coli_moe *layer) {
-    coli_status status = COLI_OK;
-    int end = 0;
-    for (; end < moe_experts(layer) && status == COLI_OK; end++) {
-        if (layer->experts[end].backend) status = moe_need_host(layer, end);
-    }
-    for (int e = 0; e < end && status != COLI_OK; e++) {
-        if (layer->experts[e].backend) moe_release_host(layer, e);
-    }
-    return status;
-}
-
-static coli_status unplace(coli_moe *layer) {
-    FORWARD_ERROR(need_all_hosts(layer));
+void coli_moe_unplace(coli_moe *layer) {
+    if (!layer) return;
+    coli_mutex_lock(&layer->mutex);
     for (int e = 0; e < moe_experts(layer); e++) {
         if (layer->experts[e].backend) moe_drop(&layer->experts[e], "it was taken off the GPU by coli_moe_unplace");
     }
-    return COLI_OK;
-}
-
-coli_status coli_moe_unplace(coli_moe *layer) {
-    RETURN_ERROR_IF(!layer, COLI_E_ARGUMENT, "coli_moe_unplace needs a layer, got NULL");
-    coli_mutex_lock(&layer->mutex);
-    coli_status status = unplace(layer);
     coli_mutex_unlock(&layer->mutex);
-    return status;
 }
 
 /*------   Repinning   ------*/
@@ -371,23 +354,27 @@ static void swap_and_count(const candidate *hot, const candidate *cold, coli_moe
     moe_add_repinned(&hot->layer->total.repinned, &one);
 }
 
-/* The coldest expert on a GPU whose place `hot` can take. `all` is sorted hottest first. */
-static const candidate *coldest(const candidate *all, int count, const candidate *hot) {
-    for (int i = count - 1; i >= 0; i--) {
+/* The coldest routed expert on a GPU among all[0 ... end - 1], or, with `hot`, one whose place that can take; -1 for none.
+ */
+static int coldest(const candidate *all, int end, const candidate *hot) {
+    for (int i = end - 1; i >= 0; i--) {
         int routed = all[i].number < all[i].layer->count;
-        if (routed && expert_of(&all[i])->backend && may_swap(hot, &all[i])) return &all[i];
+        if (routed && expert_of(&all[i])->backend && (!hot || may_swap(hot, &all[i]))) return i;
     }
-    return NULL;
+    return -1;
 }
 
 static void repin_all(const candidate *all, int count, double hysteresis, int most_swaps, coli_moe_repinned *result) {
-    for (int i = 0; i < count; i++) {
+    int last = coldest(all, count, NULL); /* nothing that is colder can win a place */
+    for (int i = 0; i < last; i++) {
         const candidate *hot = &all[i];
         if (most_swaps && result->swaps + result->failed >= (uint64_t)most_swaps) return;
         if (hot->heat < 1) return;
         if (expert_of(hot)->backend) continue;
-        const candidate *cold = coldest(all, count, hot);
-        if (cold && hot->heat > cold->heat * (1 + hysteresis)) swap_and_count(hot, cold, result);
+        int cold = coldest(all, last + 1, hot);
+        if (cold < 0 || !(hot->heat > all[cold].heat * (1 + hysteresis))) continue;
+        swap_and_count(hot, &all[cold], result);
+        last = coldest(all, last + 1, NULL);
     }
 }
 

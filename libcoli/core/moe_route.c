@@ -23,6 +23,7 @@ static coli_status check_router(const coli_router *router) {
     RETURN_ERROR_IF(r->groups && r->top_k > r->experts / r->groups * r->top_groups, COLI_E_SHAPE,
                     "%d groups of %d experts do not hold top_k = %d", r->top_groups, r->experts / r->groups, r->top_k);
     RETURN_ERROR_IF(!isfinite(r->scale), COLI_E_NOT_FINITE, "the router's scale is %g", (double)r->scale);
+    RETURN_ERROR_IF(r->scale <= 0, COLI_E_ARGUMENT, "the router's scale must be above 0, got %g", (double)r->scale);
     for (int e = 0; r->bias && e < r->experts; e++) {
         RETURN_ERROR_IF(!isfinite(r->bias[e]), COLI_E_NOT_FINITE, "the router's bias is %g for expert %d",
                         (double)r->bias[e], e);

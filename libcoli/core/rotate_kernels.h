@@ -41,13 +41,13 @@ static inline void store_vector(float *x, float_vector v) {
 }
 
 /* One stage within a vector: lane i meets lane i ^ stride, and the one with that bit is subtracted. */
-static inline float_vector stage_in_vector(float_vector v, int stride) {
-    int_vector partner, sign;
+static inline __attribute__((always_inline)) float_vector stage_in_vector(float_vector v, int stride) {
+    float_vector other;
+    int_vector sign;
     for (int i = 0; i < LANES; i++) {
-        partner[i] = i ^ stride;
+        other[i] = v[i ^ stride];
         sign[i] = i & stride ? INT32_MIN : 0;
     }
-    float_vector other = __builtin_shuffle(v, partner);
     return other + (float_vector)((int_vector)v ^ sign);
 }
 

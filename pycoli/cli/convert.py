@@ -30,7 +30,7 @@ def add_parser(commands) -> None:
         metavar="DST",
         help="new or empty folder, or that of a conversion to go on with; OUT.gguf exports a container",
     )
-    defaults = Settings()
+    defaults = Settings  # the class has them too, and asks libcoli nothing yet
     parser.add_argument(
         "--experts",
         default=defaults.experts,

@@ -47,8 +47,8 @@ static void *disturb(void *unused) {
     for (int turn = 0; turn < TURNS; turn++) {
         coli_moe_stats total;
         CHECK_OK(coli_moe_repin(turn % 2 ? turned : layers, LAYERS, 0, 2, NULL));
-        CHECK_OK(coli_moe_get_stats(layers[turn % LAYERS], &total, NULL));
-        CHECK_OK(coli_moe_unplace(layers[turn % LAYERS]));
+        CHECK_OK(coli_moe_get_stats(layers[turn % LAYERS], &total, NULL, sizeof total));
+        coli_moe_unplace(layers[turn % LAYERS]);
         CHECK_OK(coli_moe_place(layers, LAYERS, backend, &device, 1, 0));
     }
     return unused;

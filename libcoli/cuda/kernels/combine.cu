@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(kCombineThreads) combine(const CombineParams p
             __syncthreads();
             for (int i = 0; i < here; i++) {
                 if (token_of[i] != token || column >= p.D) continue;
-                sum = fmaf(p.row_weights[first + i], p.rows[static_cast<size_t>(first + i) * p.D + column], sum);
+                const float row = p.rows[static_cast<size_t>(first + i) * p.D + column];
+                sum = __fadd_rn(sum, __fmul_rn(p.row_weights[first + i], row)); /* rounded twice, as any host can */
             }
         }
         if (column < p.D) p.y[static_cast<size_t>(token) * p.D + column] = sum;

@@ -108,8 +108,8 @@ typedef struct coli_moe_device {
  * `backend` must outlive the layers' stay on the GPUs. */
 COLI_API coli_status coli_moe_place(coli_moe *const *layers, int layer_count, coli_backend *backend,
                                     const coli_moe_device *devices, int device_count, size_t reserve);
-/* Takes all experts of the layer off the GPUs. Where host copies cannot be had back, nothing is changed. */
-COLI_API coli_status coli_moe_unplace(coli_moe *layer);
+/* Takes all experts of the layer off the GPUs. Host copies that were released are asked for when they are needed. */
+COLI_API void coli_moe_unplace(coli_moe *layer);
 /* GPU ordinal of an expert (count: the shared one), or -1 for the CPU. */
 COLI_API int coli_moe_device_of(coli_moe *layer, int expert);
 /* Copies why an expert is on the CPU, or why it was computed there last; "" while the GPU does the work. Returns the whole
@@ -159,8 +159,9 @@ typedef struct coli_moe_stats {
     coli_moe_repinned repinned;
 } coli_moe_stats;
 
-/* Sums since the layer was created, and the last call alone; either may be NULL. */
-COLI_API coli_status coli_moe_get_stats(coli_moe *layer, coli_moe_stats *total, coli_moe_stats *last);
+/* Sums since the layer was created, and the last call alone; either may be NULL. `size` is sizeof(coli_moe_stats) of the
+ * caller's header: later versions may have more fields, and write no more than that. */
+COLI_API coli_status coli_moe_get_stats(coli_moe *layer, coli_moe_stats *total, coli_moe_stats *last, size_t size);
 /* Copies the reason of the last failed path; "" when none failed yet. Returns the whole text's length. */
 COLI_API size_t coli_moe_last_failure(coli_moe *layer, char *text, size_t size);
 
