@@ -9,8 +9,8 @@
 #define COLI_HIP_DEVICE_H
 
 /* Macros, as newer versions of HIP have functions of these names, which want masks of 64 bits. */
-#define __shfl_sync(mask, value, lane) __shfl(value, lane, 32)
-#define __shfl_xor_sync(mask, value, lane_mask) __shfl_xor(value, lane_mask, 32)
+#define __shfl_sync(mask, value, lane) ((void)(mask), __shfl(value, lane, 32))
+#define __shfl_xor_sync(mask, value, lane_mask) ((void)(mask), __shfl_xor(value, lane_mask, 32))
 #define __syncwarp() ::coli::hip_sync_warp()
 
 #if !defined(COLI_SIMT) /* the simulator has them */

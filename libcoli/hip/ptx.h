@@ -1,7 +1,7 @@
 /* hip/ptx.h - plain twins of the PTX wrappers in libcoli/cuda/ptx, which say what each of them does.
  *
- * What the plain path uses computes the same. What only the paths of Ampere and Hopper use stops the kernel: no plan chooses
- * those for an AMD GPU (hip/runtime.h), and they are there so that one kernel source compiles. */
+ * What the plain path uses computes the same. What only the paths of Ampere and Hopper use stops the kernel: no plan
+ * chooses those for an AMD GPU (hip/runtime.h), and they are there so that one kernel source compiles. */
 #ifndef COLI_HIP_PTX_H
 #define COLI_HIP_PTX_H
 

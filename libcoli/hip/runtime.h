@@ -1,7 +1,8 @@
 /* hip/runtime.h - the GPU runtime of AMD under the names of CUDA's, for every call that the backend makes.
  *
  * The backend is one source. It speaks CUDA; gpu.h includes this header in place of <cuda_runtime.h> where COLI_HIP is
- * defined. A name that means the same is a macro; what differs has a twin below. tests/test_hip.py names what is missing. */
+ * defined. A name that means the same is a macro; what differs has a twin below. tests/test_hip.py names what is missing.
+ */
 #ifndef COLI_HIP_RUNTIME_H
 #define COLI_HIP_RUNTIME_H
 

@@ -16,7 +16,8 @@ const char *coli_cuda_build_info(void) {
 #if defined(COLI_SIMT)
     return "libcoli_cuda " COLI_VERSION_STRING ", kernels compiled for the CPU (tests only)";
 #elif defined(COLI_HIP)
-    return "libcoli_hip " COLI_VERSION_STRING ", HIP runtime " TEXT(HIP_VERSION_MAJOR) "." TEXT(HIP_VERSION_MINOR) ", " COLI_GPU_ARCHS;
+    return "libcoli_hip " COLI_VERSION_STRING
+           ", HIP runtime " TEXT(HIP_VERSION_MAJOR) "." TEXT(HIP_VERSION_MINOR) ", " COLI_GPU_ARCHS;
 #else
     return "libcoli_cuda " COLI_VERSION_STRING ", CUDA runtime " TEXT(CUDART_VERSION) ", sm " COLI_GPU_ARCHS;
 #endif
