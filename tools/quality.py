@@ -221,6 +221,8 @@ def draw(results: list[Result], exact: np.ndarray, path: Path) -> None:
     figure = Figure(figsize=(7.5, 5), layout="constrained")
     axes = figure.subplots()
     for result in results:
+        if "unrotated" in result.name:  # would hide the rotated ones
+            continue
         lost = result.losses - exact
         e8 = result.name.startswith("e8")
         axes.errorbar(

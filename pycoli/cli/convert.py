@@ -41,6 +41,13 @@ def add_parser(commands) -> None:
     parser.add_argument(
         "--dense", default=defaults.dense, metavar="NAME", help="format of other matrices (default %(default)s)"
     )
+    parser.add_argument(
+        "--quality",
+        choices=("search", "reference"),
+        default=defaults.quality,
+        help="how E8 is encoded: search loses less, reference is bit-identical to existing converters "
+        "(default %(default)s)",
+    )
     parser.add_argument("--keep", metavar="REGEX", help="tensors in whose names this is found stay float32")
     parser.add_argument(
         "--fallback",
@@ -65,7 +72,9 @@ def command(options: argparse.Namespace) -> int:
     check_output(options)
     if options.destination.endswith(".gguf"):
         return _export(options)
-    settings = Settings(options.experts, options.dense, options.keep, options.fallback, options.shard_size)
+    settings = Settings(
+        options.experts, options.dense, options.keep, options.fallback, options.quality, options.shard_size
+    )
     # disable=None: no bar where standard error is not a terminal.
     with tqdm(desc="convert", unit="weight", unit_scale=True, disable=None, leave=False) as bar:
 

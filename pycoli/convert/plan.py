@@ -49,6 +49,8 @@ class Settings:
         A regular expression; tensors in whose names it is found stay float32.
     fallback : str
         Format of experts whose rows E8 would pad to more bytes than this one takes.
+    quality : "search" or "reference"
+        How E8 is encoded: see encode().
     shard_bytes : int
         Data of a shard at most, if it is not one tensor alone.
     """
@@ -57,6 +59,7 @@ class Settings:
     dense: str = "int8"
     keep: str | None = None
     fallback: str = "int4-g64"
+    quality: str = "search"
     shard_bytes: int = 2 * 2**30
 
     def __post_init__(self):
@@ -69,6 +72,8 @@ class Settings:
         if "e8" in (self.dense, self.fallback):
             option = "dense" if self.dense == "e8" else "fallback"
             raise ArgumentError(f"{option}: e8 is for experts alone: hosts rotate the inputs of no other matrix")
+        if self.quality not in ("search", "reference"):
+            raise ArgumentError(f"quality: expected search or reference, got {self.quality!r}")
         if self.keep is not None:
             try:
                 re.compile(self.keep)
@@ -90,6 +95,7 @@ class PlannedTensor:
     kind: str
     encoding: Encoding | None
     take_over: bool = False
+    quality: str | None = None  # of E8 that is encoded
 
     @property
     def fmt(self) -> str:
@@ -271,7 +277,7 @@ def _plan_tensor(tensor: SourceTensor, settings: Settings, taken_over: set[str],
     encoding = Encoding(fmt, rotated=fmt == "e8")
     if wanted != "e8" and tensor.native == encoding:
         return PlannedTensor(tensor, kind, encoding, take_over=True)
-    return PlannedTensor(tensor, kind, encoding)
+    return PlannedTensor(tensor, kind, encoding, quality=settings.quality if encoding.fmt == "e8" else None)
 
 
 def _check_experts(source: Source, tensors: Iterable[SourceTensor]) -> None:

@@ -155,7 +155,7 @@ def encode_rows(planned: PlannedTensor, first: int, w: np.ndarray) -> Weights:
             f"{planned.tensor.source}: expected finite weights, got {w[row, column]} at [{first + row}, {column}]"
         )
     try:
-        return encode(w, planned.encoding.fmt)
+        return encode(w, planned.encoding.fmt, quality=planned.quality)
     except ColiError as error:
         raise CheckpointError(f"{planned.tensor.source}: rows {first} to {first + len(w) - 1}: {error}") from error
 
