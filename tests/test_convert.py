@@ -689,3 +689,20 @@ def test_tiny_olmoe(tmp_path, shared):
         original = checkpoint.expert(2, 5)
         for weights, w in zip(container.expert(2, 5), (original.gate, original.up, original.down), strict=True):
             assert weights.data.tobytes() == pycoli.encode(w, "int8").data.tobytes()
+
+
+def test_quality_of_e8(tmp_path, small):
+    """The qualities give other bytes, those of pycoli.encode, and a conversion does not go on with another one."""
+    original = Checkpoint(small)
+    layer = original.moe_layers()[0]
+    for quality in ("search", "reference"):
+        out = tmp_path / quality
+        convert(small, out, Settings(quality=quality))
+        gate = pycoli.Container(out).expert(layer, 0).gate
+        wanted = pycoli.encode(original.expert(layer, 0).gate, "e8", quality=quality)
+        assert gate.data.tobytes() == wanted.data.tobytes()
+    assert content(tmp_path / "search") != content(tmp_path / "reference")
+    with pytest.raises(pycoli.CheckpointError, match="quality"):
+        convert(small, tmp_path / "search", Settings(quality="reference"))
+    with pytest.raises(pycoli.ArgumentError, match="quality: expected search or reference, got 'best'"):
+        Settings(quality="best")
