@@ -12,7 +12,7 @@ from ..container import Container, is_container
 from ..convert import Report, Settings, convert
 from ..convert.shard import Loss
 from ..errors import ArgumentError
-from .report import RIGHT, add_options, check_output, say, sections, table, write_report
+from .report import RIGHT, add_options, check_output, reading, say, sections, table, write_report
 
 
 def add_parser(commands) -> None:
@@ -67,7 +67,8 @@ def command(options: argparse.Namespace) -> int:
         return _export(options)
     settings = Settings(options.experts, options.dense, options.keep, options.fallback, options.shard_size)
     # disable=None: no bar where standard error is not a terminal.
-    with tqdm(desc="convert", unit="weight", unit_scale=True, disable=None, leave=False) as bar:
+    bar = tqdm(desc="convert", unit="weight", unit_scale=True, disable=None, leave=False)
+    with bar, reading(options.source):
 
         def progress(done: int, total: int) -> None:
             if bar.total is None:
@@ -95,7 +96,7 @@ def _export(options: argparse.Namespace) -> int:
 
     if not is_container(options.source):
         raise ArgumentError(f"{options.source}: a GGUF file is made of a container, which this is not")
-    with Container(options.source) as container:
+    with reading(options.source), Container(options.source) as container:
         warnings = export_gguf(container, options.destination)
     for warning in warnings:
         say(f"pycoli convert: warning: {warning}", sys.stderr)
