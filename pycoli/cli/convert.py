@@ -20,7 +20,8 @@ def add_parser(commands) -> None:
         "convert",
         help="make a container of a model: routed experts in E8, the rest in int8 and float32",
         description="Converts a Hugging Face folder, a .safetensors or a .gguf file to a container that pycoli and "
-        "existing hosts read, or such a container to a .gguf file. After a crash or a kill the same command goes on where it was.",
+        "existing hosts read, or such a container to a .gguf file. After a crash or a kill the same command goes on "
+        "where it was.",
         epilog="Exit code: 0 when the container is complete (or planned, with --dry-run), 2 for input that cannot be "
         "used.",
     )
