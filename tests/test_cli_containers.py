@@ -1,9 +1,13 @@
 """``pycoli convert``, ``inspect`` and ``verify`` from the command line."""
 
+import fcntl
 import json
 import os
+import struct
 import subprocess
 import sys
+import termios
+import threading
 
 import ml_dtypes
 import numpy as np
@@ -74,14 +78,26 @@ def test_dry_run(capsys, tmp_path, model):
 
 def test_progress_bar_on_a_terminal(tmp_path, model):
     leader, follower = os.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    shown = b""
+
+    def read():  # all the time, as a terminal that nobody reads fills up
+        nonlocal shown
+        while b"END" not in shown:
+            shown += os.read(leader, 4096)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
     command = [sys.executable, "-m", "pycoli", "convert", model, tmp_path / "out", "--experts", "int8"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=follower, env=os.environ | {"TERM": "xterm"})
-    shown = os.read(leader, 65536).decode()
+    environment = os.environ | {"TERM": "xterm"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=follower, env=environment, timeout=120)
+    os.write(follower, b"END")
+    reader.join(60)
     os.close(follower)
     os.close(leader)
     assert done.returncode == 0
-    assert "convert:" in shown
-    assert "weight/s" in shown
+    assert b"convert:" in shown
+    assert b"weight/s" in shown
 
 
 @pytest.mark.parametrize(

@@ -329,9 +329,10 @@ def test_tensors_that_are_not_float_stay_as_they_are(tmp_path, rng):
     tensors["model.layers.0.scalar"] = np.array(3.5, np.float32)
     tensors["model.layers.0.conv.weight"] = rng.standard_normal((3, 4, 5)).astype(np.float32)
     tensors["model.layers.0.empty"] = np.zeros((0, 4), np.float32)
+    tensors["model.layers.0.hollow"] = np.zeros((2**50, 0), np.float32)
     convert(write_model(tmp_path / "model", tensors), tmp_path / "out", Settings("int8"))
     stored = load_file(tmp_path / "out" / "out-00000.safetensors")
-    for name in ("table", "scalar", "conv.weight", "empty"):
+    for name in ("table", "scalar", "conv.weight", "empty", "hollow"):
         np.testing.assert_array_equal(stored[f"model.layers.0.{name}"], tensors[f"model.layers.0.{name}"])
         assert stored[f"model.layers.0.{name}"].shape == tensors[f"model.layers.0.{name}"].shape
 

@@ -1,7 +1,9 @@
 """GGUF: the values of gguf's own decoder, no bit lost on the way in and out, and files that nobody vouches for."""
 
+import ctypes
 import json
 import struct
+from pathlib import Path
 
 import numpy as np
 import oracle
@@ -58,6 +60,18 @@ def test_iq3_xxs_keeps_every_value_and_every_bit(seed, rows, blocks_a_row):
     assert (weights.fmt, weights.rotated, weights.shape) == ("e8", False, shape)
     np.testing.assert_array_equal(weights.decode(), decoded(blocks.reshape(rows, -1), Type.IQ3_XXS))
     assert ours.to_iq3_xxs(weights).tobytes() == blocks.tobytes()
+
+
+def test_ggml_decodes_what_goes_out(rng):
+    package = pytest.importorskip("libggml", reason="libggml-python carries ggml's own decoder")
+    libraries = sorted(Path(package.__file__).parent.rglob("libggml-base*.so*"))
+    if not libraries:
+        pytest.skip("libggml-python has no libggml-base library on this platform")
+    weights = pycoli.encode(rng.standard_normal((4, 512)).astype(np.float32), "e8", rotate=False)
+    blocks, values = ours.to_iq3_xxs(weights), np.empty((4, 512), np.float32)
+    decode = ctypes.CDLL(str(libraries[0])).dequantize_row_iq3_xxs
+    decode(ctypes.c_void_p(blocks.ctypes.data), ctypes.c_void_p(values.ctypes.data), ctypes.c_int64(values.size))
+    np.testing.assert_array_equal(values, weights.decode())
 
 
 def test_e8_that_was_encoded_here_goes_out(rng):

@@ -12,15 +12,16 @@ from ..container import Container, is_container
 from ..convert import Report, Settings, convert
 from ..convert.shard import Loss
 from ..errors import ArgumentError
-from .report import RIGHT, add_options, check_output, say, sections, table, write_report
+from .report import RIGHT, add_options, check_output, reading, say, sections, table, write_report
 
 
 def add_parser(commands) -> None:
     parser = commands.add_parser(
         "convert",
         help="make a container of a model: routed experts in E8, the rest in int8 and float32",
-        description="Converts a Hugging Face folder or a .safetensors file to a container that pycoli and "
-        "existing hosts read. After a crash or a kill the same command goes on where it was.",
+        description="Converts a Hugging Face folder, a .safetensors or a .gguf file to a container that pycoli and "
+        "existing hosts read, or such a container to a .gguf file. After a crash or a kill the same command goes on "
+        "where it was.",
         epilog="Exit code: 0 when the container is complete (or planned, with --dry-run), 2 for input that cannot be "
         "used.",
     )
@@ -76,7 +77,8 @@ def command(options: argparse.Namespace) -> int:
         options.experts, options.dense, options.keep, options.fallback, options.quality, options.shard_size
     )
     # disable=None: no bar where standard error is not a terminal.
-    with tqdm(desc="convert", unit="weight", unit_scale=True, disable=None, leave=False) as bar:
+    bar = tqdm(desc="convert", unit="weight", unit_scale=True, disable=None, leave=False)
+    with bar, reading(options.source):
 
         def progress(done: int, total: int) -> None:
             if bar.total is None:
@@ -104,7 +106,7 @@ def _export(options: argparse.Namespace) -> int:
 
     if not is_container(options.source):
         raise ArgumentError(f"{options.source}: a GGUF file is made of a container, which this is not")
-    with Container(options.source) as container:
+    with reading(options.source), Container(options.source) as container:
         warnings = export_gguf(container, options.destination)
     for warning in warnings:
         say(f"pycoli convert: warning: {warning}", sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from ..errors import ArgumentError, CheckpointError
 from ..layout import SCALES_SUFFIX
 from ..naming import expert_role, layer_number, natural_order
 from ..tensorfile import TensorFile
-from .report import RIGHT, add_options, check_output, sections, table, write_report
+from .report import RIGHT, add_options, check_output, reading, sections, table, write_report
 
 _BAR = 40
 """Characters of the longest bar of a histogram."""
@@ -76,7 +77,7 @@ class Line:
 
     @property
     def bits(self) -> float | None:
-        weights = self.count * int(np.prod(self.shape, dtype=np.int64))
+        weights = self.count * math.prod(self.shape)
         return 8 * self.nbytes / weights if weights else None
 
 
@@ -86,7 +87,8 @@ def command(options: argparse.Namespace) -> int:
     if options.plot:
         _check_plot(options)
     use = CodeUse()
-    lines = _lines(options, use)
+    with reading(options.file):
+        lines = _lines(options, use)
     report = {
         "file": options.file,
         "tensors": [

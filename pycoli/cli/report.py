@@ -1,4 +1,4 @@
-"""How a command reports: exit codes, JSON and text, aligned tables."""
+"""How a command reports: exit codes, JSON and text, aligned tables, errors of hostile files."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, CheckpointError, ColiError
 
 RIGHT, WRONG_RESULT, BAD_INPUT = 0, 1, 2
 NOBODY_READS = 128 + 13
@@ -42,6 +43,17 @@ def check_output(options: argparse.Namespace) -> None:
     else:
         file.open("xb").close()
         file.unlink()
+
+
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Makes a CheckpointError that names the file of whatever Python and numpy raise at hostile contents."""
+    try:
+        yield
+    except (ColiError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
 
 
 def say(text: str, file: TextIO | None = None) -> None:

@@ -9,8 +9,7 @@ import argparse
 import importlib.resources
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from warnings import catch_warnings, simplefilter
@@ -38,7 +37,7 @@ from .measure import (
     format_of,
     measure,
 )
-from .report import RIGHT, WRONG_RESULT, check_output, sections, table, write_report
+from .report import RIGHT, WRONG_RESULT, check_output, reading, sections, table, write_report
 
 DEFAULT_TOKENS = 64
 
@@ -94,7 +93,7 @@ class _FromCheckpoint:
         return self.checkpoint.recorded_input(layer)
 
     def measure(self, layer: int, number: int, rows: np.ndarray, devices: Devices, bar: tqdm) -> Measurement:
-        with _reading(self.path):
+        with reading(self.path):
             original = self.checkpoint.expert(layer, number)
         encoded = encode_expert(number, original, self.fmt, bar.update)
         return measure(number, encoded, original, rows, devices.names)
@@ -131,14 +130,14 @@ class _FromContainer:
         """Containers carry none."""
 
     def measure(self, layer: int, number: int, rows: np.ndarray, devices: Devices, bar: tqdm) -> Measurement:
-        with _reading(self.path):
+        with reading(self.path):
             encoded = self.container.expert(layer, number)
         bar.update(len(encoded))
         return measure(number, encoded, None, rows, devices.names)
 
 
 def _run(options: argparse.Namespace, path: str | Path, name: str) -> int:
-    with _reading(path):
+    with reading(path):
         model = (_FromContainer if is_container(path) else _FromCheckpoint)(path, options.format)
         if model.activation not in ("silu", "swish"):
             raise CheckpointError(f"{name}: expected experts with the activation silu, got {model.activation}")
@@ -222,17 +221,6 @@ def _measure_all(
         return [model.measure(layer, number, activations.rows, devices, bar) for number in experts]
 
 
-@contextmanager
-def _reading(path: str | Path) -> Iterator[None]:
-    """Makes a CheckpointError that names the file of whatever Python and numpy raise at hostile contents."""
-    try:
-        yield
-    except (ColiError, OSError):
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
-
-
 def parse_experts(text: str, count: int) -> list[int]:
     """``"0,3,5-7"`` or ``"all"`` as ascending numbers below ``count``."""
     if text == "all":
@@ -276,7 +264,7 @@ def load_activations(
 ) -> Activations:
     """The rows to run: those of ``--activations``, else the recorded ones, else Gaussian ones."""
     tokens = options.tokens or DEFAULT_TOKENS
-    with _reading(options.activations or model.path):
+    with reading(options.activations or model.path):
         if options.activations is not None:
             rows, source = _read_activations(options.activations, layer, hidden)
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -13,7 +12,7 @@ from ..convert import open_source
 from ..convert.shard import Loss
 from ..convert.verify import TensorResult, verify
 from .convert import loss_line
-from .report import RIGHT, WRONG_RESULT, add_options, check_output, sections, table, write_report
+from .report import RIGHT, WRONG_RESULT, add_options, check_output, reading, sections, table, write_report
 
 _WORST = 8
 """Tensors that the text lists by their error."""
@@ -42,8 +41,9 @@ def add_parser(commands) -> None:
 def command(options: argparse.Namespace) -> int:
     """The command itself; returns the exit code."""
     check_output(options)
-    source = open_source(Path(options.against))
-    with Container(options.container) as container:
+    with reading(options.against):
+        source = open_source(options.against)
+    with reading(options.container), Container(options.container) as container:
         total = len(container.names())
         with tqdm(total=total, desc="verify", unit="tensor", disable=None, leave=False) as bar:
             found = list(verify(container, source, limit=options.limit, progress=lambda name: bar.update()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -215,7 +216,7 @@ class _Exported:
 
     @property
     def nbytes(self) -> int:
-        elements = int(np.prod(self.shape, dtype=np.int64))
+        elements = math.prod(self.shape)
         return elements // 256 * 98 if self.dtype == "IQ3_XXS" else 4 * elements
 
     @property

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from .._arrays import MAX_DIM
 from ..errors import ArgumentError, CheckpointError
 from ..layout import (
     CHECKSUMS,
@@ -112,7 +112,7 @@ class PlannedTensor:
             weight_bytes, scale_bytes = sizes(self.encoding.fmt, self.matrix_shape)
             return weight_bytes, e8_tag(self.encoding.rotated).nbytes if self.encoding.fmt == "e8" else scale_bytes
         bits = 32 if self.tensor.is_float else BITS[self.tensor.dtype]
-        return -(-int(np.prod(self.tensor.shape, dtype=np.int64)) * bits // 8), 0
+        return -(-math.prod(self.tensor.shape) * bits // 8), 0
 
 
 @dataclass(frozen=True)
@@ -264,6 +264,8 @@ def _plan_tensor(tensor: SourceTensor, settings: Settings, taken_over: set[str],
         return PlannedTensor(tensor, kind, None)
     if 0 in tensor.shape:
         return PlannedTensor(tensor, kind, None)
+    if max(tensor.shape) > MAX_DIM:
+        raise CheckpointError(f"{tensor.source}: expected dimensions of at most {MAX_DIM}, got {list(tensor.shape)}")
     if wanted == SOURCE:
         return _as_in_source(tensor, kind)
     if wanted == "f32":

@@ -134,7 +134,9 @@ def sync(path: Path) -> None:
 
 
 def row_chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that are worked on at a time, so that memory does not grow with the matrix."""
+    """Ranges of rows that are worked on at once, so that memory does not grow with the matrix; none if it is empty."""
+    if rows * columns == 0:
+        return
     step = max(1, _CHUNK_FLOATS // max(1, columns) // _CHUNK_ROWS) * _CHUNK_ROWS
     for first in range(0, rows, step):
         yield first, min(rows, first + step)

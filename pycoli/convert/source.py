@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class SourceTensor(ABC):
     @property
     def row_count(self) -> int:
         """All dimensions but the last in one."""
-        return int(np.prod(self.shape[:-1], dtype=np.int64)) if self.shape else 1
+        return math.prod(self.shape[:-1])
 
     @abstractmethod
     def rows(self, first: int, last: int) -> np.ndarray:
