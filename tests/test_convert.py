@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import pycoli
 from pycoli import convert as conversion
+from pycoli.checkpoint import Checkpoint
 from pycoli.convert import Settings, convert, manifest, open_source, shard
 from pycoli.convert.verify import verify
 
@@ -692,18 +693,21 @@ def test_tiny_olmoe(tmp_path, shared):
             assert weights.data.tobytes() == pycoli.encode(w, "int8").data.tobytes()
 
 
-def test_quality_of_e8(tmp_path, small):
+def test_quality_of_e8(tmp_path):
     """The qualities give other bytes, those of pycoli.encode, and a conversion does not go on with another one."""
-    original = Checkpoint(small)
+    tensors = model_tensors(np.random.default_rng(4), hidden=256, inner=256, experts=1)
+    config = {**CONFIG, "hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 1}
+    model = write_model(tmp_path / "model", tensors, config)
+    original = Checkpoint(model)
     layer = original.moe_layers()[0]
     for quality in ("search", "reference"):
         out = tmp_path / quality
-        convert(small, out, Settings(quality=quality))
+        convert(model, out, Settings(quality=quality))
         gate = pycoli.Container(out).expert(layer, 0).gate
         wanted = pycoli.encode(original.expert(layer, 0).gate, "e8", quality=quality)
         assert gate.data.tobytes() == wanted.data.tobytes()
     assert content(tmp_path / "search") != content(tmp_path / "reference")
     with pytest.raises(pycoli.CheckpointError, match="quality"):
-        convert(small, tmp_path / "search", Settings(quality="reference"))
+        convert(model, tmp_path / "search", Settings(quality="reference"))
     with pytest.raises(pycoli.ArgumentError, match="quality: expected search or reference, got 'best'"):
         Settings(quality="best")

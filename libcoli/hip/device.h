@@ -19,10 +19,24 @@
 #define __ldcs(address) (*(address))
 #define __stcs(address, value) (*(address) = (value))
 #define __trap() __builtin_trap()
+/* Those of HIP may be fused with what follows. */
+#define __fadd_rn(a, b) ::coli::hip_add_rounded(a, b)
+#define __fmul_rn(a, b) ::coli::hip_multiply_rounded(a, b)
 
 #endif
 
 namespace coli {
+
+#if !defined(COLI_SIMT)
+__device__ __forceinline__ float hip_add_rounded(float a, float b) {
+#pragma clang fp contract(off)
+    return a + b;
+}
+__device__ __forceinline__ float hip_multiply_rounded(float a, float b) {
+#pragma clang fp contract(off)
+    return a * b;
+}
+#endif
 
 /* What lanes of the warp wrote is there for the others, and nothing moves across. */
 __device__ __forceinline__ void hip_sync_warp() {

@@ -195,7 +195,7 @@ def _run_layer(
     """The whole layer, router and all, in place of its experts one by one."""
     if isinstance(model, _FromContainer):
         raise ArgumentError(f"--layer-forward: {name} is a container; give the checkpoint that it was made from")
-    with _reading(model.path):
+    with reading(model.path):
         report = layer_forward(model.checkpoint, layer, model.fmt, activations.rows, devices.names[0])
     report |= {
         "checkpoint": str(model.path),
