@@ -149,6 +149,8 @@ class MoELayer:
     vram_budget : int or mapping of devices to int, optional
         Bytes of each device for the layer's experts; a mapping gives none to devices that it leaves out. None is what
         is free, less `reserve`. For a model of several layers, make them with devices="cpu" and call pycoli.place().
+    shared_gate : float32 [D], optional
+        The shared expert's factor is the sigmoid of this vector's product with the row (Qwen2-MoE); 1 without it.
     reserve : int
         Bytes that an automatic budget leaves free.
     reread : callable int -> (gate, up, down), optional
@@ -177,6 +179,7 @@ class MoELayer:
         devices=None,
         vram_budget=None,
         *,
+        shared_gate=None,
         reserve: int = RESERVE,
         reread: Callable[[int], Sequence[Weights]] | None = None,
     ):
@@ -188,6 +191,7 @@ class MoELayer:
             raise ArgumentError("a layer needs at least 1 expert, got none")
         self.dim = triples[0][0].shape[1]
         self.router = _checked_router(router, self._count, self.dim)
+        self._shared_gate = _checked_gate(shared_gate, shared, self.dim)
         self._host = _HostCopies(triples, reread)
         self._why_no_gpu = _NEVER_PLACED
         self._used = _Used(self._created(triples, shared is not None), self._host)
@@ -218,7 +222,7 @@ class MoELayer:
             The experts of each row, -1 for none, and their factors; by default what the router says. Pairs of weight 0
             are not computed.
         shared_weights : float32 [...], optional
-            Factors of the shared expert; 1 by default.
+            Factors of the shared expert; by default what shared_gate gives.
 
         Raises
         ------
@@ -233,6 +237,8 @@ class MoELayer:
         if ids is None:
             ids, weights = self._routed(rows, weights)
         ids, weights = _pairs(ids, weights, len(rows))
+        if shared_weights is None and self._shared_gate is not None:
+            shared_weights = _sigmoid(rows.astype(np.float64) @ self._shared_gate)
         factors = None if shared_weights is None else as_float32(shared_weights, "shared_weights").reshape(-1)
         if factors is not None and len(factors) != len(rows):
             raise ShapeError(f"shared_weights must be one for each of {len(rows)} rows, got {len(factors)}")
@@ -582,6 +588,23 @@ def _checked_router(router, count: int, dim: int) -> Router | None:
     if (router.experts, router.dim) != (count, dim):
         raise ShapeError(f"router must be for [{count}, {dim}], got {[router.experts, router.dim]}")
     return router
+
+
+def _checked_gate(gate, shared, dim: int) -> np.ndarray | None:
+    """The vector in float64."""
+    if gate is None:
+        return None
+    if shared is None:
+        raise ArgumentError("shared_gate is given, and no shared expert")
+    gate = as_float32(gate, "shared_gate").reshape(-1)
+    if gate.shape != (dim,):
+        raise ShapeError(f"shared_gate must be [{dim}], got shape {list(gate.shape)}")
+    return gate.astype(np.float64)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return (1 / (1 + np.exp(-x))).astype(np.float32)
 
 
 def _pairs(ids, weights, rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -111,17 +111,12 @@ def test_every_family_routes_as_its_papers_say(family, tmp_path):
         return [pycoli.encode(w, "f32") for w in (weights.gate, weights.up, weights.down)]
 
     x = gaussian(6, D, seed=4)
-    found = checkpoint.shared_expert(1)
-    factors = None
-    if found and found[1] is not None:
-        factors = (1 / (1 + np.exp(-(x @ found[1])))).astype(np.float32)
+    shared, gate = checkpoint.shared_expert(1) or (None, None)
     experts = [encoded(checkpoint.expert(1, number)) for number in range(E)]
     router = pycoli.Router(**checkpoint.router(1))
-    with pycoli.MoELayer(experts, router, found and encoded(found[0]), devices="cpu") as layer:
-        ids, weights = router(x)
-        np.testing.assert_allclose(
-            layer(x, ids, weights, factors), definition(x, tensors, family), rtol=1e-4, atol=1e-3
-        )
+    shared = shared and encoded(shared)
+    with pycoli.MoELayer(experts, router, shared, devices="cpu", shared_gate=gate) as layer:
+        np.testing.assert_allclose(layer(x), definition(x, tensors, family), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

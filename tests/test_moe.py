@@ -314,6 +314,13 @@ class TestForward:
             with refused(error, message):
                 pycoli.MoELayer(e8_experts(1), devices=["cuda:0"], vram_budget=budget)
 
+    def test_a_gate_that_does_not_fit(self):
+        shared = expert_weights(dim=D, hidden=H)
+        with refused(pycoli.ShapeError, f"shared_gate must be [{D}], got shape [3]"):
+            pycoli.MoELayer([], shared=shared, devices="cpu", shared_gate=np.zeros(3, np.float32))
+        with refused(pycoli.ArgumentError, "no shared expert"):
+            pycoli.MoELayer([shared], devices="cpu", shared_gate=np.zeros(D, np.float32))
+
     def test_experts_that_do_not_fit(self):
         good, other = expert_weights(dim=D, hidden=H), expert_weights(dim=D, hidden=32)
         for experts, error, message in [

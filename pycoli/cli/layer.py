@@ -12,7 +12,7 @@ from tqdm import tqdm
 import pycoli
 
 from ..checkpoint import Checkpoint, ExpertWeights
-from ..errors import ArgumentError, CheckpointError, NotFiniteError, ShapeError
+from ..errors import CheckpointError, NotFiniteError, ShapeError
 from .measure import ERROR_LIMIT, TIMING_CALLS, RelativeError, expert_float64
 from .report import sections, table
 
@@ -27,15 +27,15 @@ def layer_forward(checkpoint: Checkpoint, layer: int, fmt: str, rows: np.ndarray
     settings = checkpoint.router(layer)
     router = pycoli.Router(**settings)
     experts = _encoded_experts(checkpoint, layer, fmt)
-    shared, factors = _shared(checkpoint, layer, fmt, rows)
-    with pycoli.MoELayer(experts, router, shared, devices=device) as block:
+    shared, gate = _shared(checkpoint, layer, fmt)
+    with pycoli.MoELayer(experts, router, shared, devices=device, shared_gate=gate) as block:
         ids, weights = router(rows)
-        y = block(rows, ids, weights, factors)
+        y = block(rows, ids, weights)
         stats, where = block.stats()["last"], block.where
         reasons = sorted({block.why_cpu(i) or "" for i in range(len(where))} - {""})
-        seconds = _median_seconds(lambda: block(rows, ids, weights, factors))
+        seconds = _median_seconds(lambda: block(rows, ids, weights))
     against_decoded = RelativeError()
-    against_decoded.add(y, _layer_float64(rows, ids, weights, experts, shared, factors))
+    against_decoded.add(y, _layer_float64(rows, ids, weights, experts, shared, gate))
     off = routing_error(rows, ids, weights, settings)
     wrong = []
     if not against_decoded.value <= ERROR_LIMIT:
@@ -131,18 +131,13 @@ def _encoded(original: ExpertWeights, fmt: str, what: str) -> Encoded:
         raise CheckpointError(f"{original.sources[0]}: {what}: {error}") from error
 
 
-def _shared(checkpoint: Checkpoint, layer: int, fmt: str, rows: np.ndarray) -> tuple[Encoded | None, np.ndarray | None]:
+def _shared(checkpoint: Checkpoint, layer: int, fmt: str) -> tuple[Encoded | None, np.ndarray | None]:
+    """The shared expert, encoded, and the vector of its gate."""
     found = checkpoint.shared_expert(layer)
-    if found is None:
-        return None, None
-    weights, vector = found
-    if vector is not None and len(vector) != rows.shape[1]:
-        raise ArgumentError(f"the shared expert's gate has {len(vector)} columns, the activations {rows.shape[1]}")
-    factors = None if vector is None else 1 / (1 + np.exp(-(rows.astype(np.float64) @ vector.astype(np.float64))))
-    return _encoded(weights, fmt, "the shared expert"), None if factors is None else factors.astype(np.float32)
+    return (None, None) if found is None else (_encoded(found[0], fmt, "the shared expert"), found[1])
 
 
-def _layer_float64(rows, ids, weights, experts: Sequence[Encoded], shared, factors) -> np.ndarray:
+def _layer_float64(rows, ids, weights, experts: Sequence[Encoded], shared, gate) -> np.ndarray:
     y = np.zeros(rows.shape)
     for number, expert in enumerate(experts):
         tokens, places = np.nonzero(ids == number)
@@ -151,7 +146,9 @@ def _layer_float64(rows, ids, weights, experts: Sequence[Encoded], shared, facto
             np.add.at(y, tokens, weights[tokens, places, None].astype(np.float64) * results)
     if shared:
         results = expert_float64(*(w.decode() for w in shared), rows)
-        y += results if factors is None else factors[:, None].astype(np.float64) * results
+        if gate is not None:
+            results /= 1 + np.exp(-(rows.astype(np.float64) @ gate.astype(np.float64)))[:, None]
+        y += results
     return y
 
 

@@ -18,7 +18,7 @@
  *   - Whatever fails on a GPU is computed on the next path, down to the CPU, and counted; a call fails only for bad
  *     arguments, for want of memory, or where host copies of weights cannot be had.
  *   - Results are added in a fixed order: what GPUs have summed up, then other experts in the order of their numbers. So
- * the same input gives the same bits, whoever is done first. A result does depend on where an expert is.
+ *     the same input gives the same bits, whoever is done first. A result does depend on where an expert is.
  *   - Calls on one layer take turns inside; those on different layers may run at once.
  */
 #ifndef COLI_MOE_H
@@ -83,7 +83,7 @@ typedef struct coli_moe coli_moe;
  * fit. */
 COLI_API coli_status coli_moe_create(const coli_expert *experts, int count, const coli_expert *shared,
                                      const coli_moe_host *host, coli_moe **layer);
-/* Releases the layer and its tensors. NULL is allowed. */
+/* Releases the layer and its tensors; no other call on it may be in progress. NULL is allowed. */
 COLI_API void coli_moe_free(coli_moe *layer);
 
 /* y [S, D] = sum over k of weights[s, k] * expert ids[s, k] (x[s]), plus the shared expert. ids [S, K] are 0 ... count - 1,
@@ -102,10 +102,11 @@ typedef struct coli_moe_device {
     size_t budget; /* bytes for the experts of the layers in the call, those placed before included; or COLI_MOE_AUTO */
 } coli_moe_device;
 
-/* Uploads the experts of all these layers, hottest first, each whole or not at all, to the device with the most room left,
- * until budgets are used up. Those that are on a GPU stay there, so the call may be repeated. A device that fails gets no
- * more in this call, and the next one is tried. COLI_OK also where nothing could be placed: coli_moe_why_cpu() says why.
- * `backend` must outlive the layers' stay on the GPUs. */
+/* Uploads the experts of all these layers, shared ones first, then the hottest, each whole or not at all, to the device
+ * with the most room left, until budgets are used up. Devices must have been configured by coli_backend_init; `reserve`
+ * bytes are left free where a budget is COLI_MOE_AUTO. Experts that are on a GPU stay there, so the call may be repeated. A
+ * device that fails gets no more in this call, and the next one is tried. COLI_OK also where nothing could be placed:
+ * coli_moe_why_cpu() says why. `backend` must outlive the layers' stay on the GPUs. */
 COLI_API coli_status coli_moe_place(coli_moe *const *layers, int layer_count, coli_backend *backend,
                                     const coli_moe_device *devices, int device_count, size_t reserve);
 /* Takes all experts of the layer off the GPUs. Host copies that were released are asked for when they are needed. */
