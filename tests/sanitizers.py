@@ -1,11 +1,13 @@
-"""What runs under ThreadSanitizer need."""
+"""What programs under ThreadSanitizer need."""
 
+import functools
 import shutil
 import subprocess
 
 import pytest
 
 
+@functools.cache
 def without_address_randomisation():
     """The command prefix that ThreadSanitizer's memory map needs; skips where the system forbids it."""
     prefix = ["setarch", "-R"]

@@ -5,7 +5,6 @@ the library loses. ThreadSanitizer knows the simulated GPU threads and takes bar
 missing one is a data race: each barrier of the kernels is left out in turn, and the sanitizer has to say so.
 """
 
-import functools
 import json
 import os
 import re
@@ -44,7 +43,6 @@ def runtime(name):
     return path.stdout.strip()
 
 
-@functools.cache
 def run_workload(library, *parts, preload, prefix=(), **environment):
     """Runs tests/gpu/workload.py on a library under sanitizers."""
     environment = {**os.environ, **environment, "LD_PRELOAD": " ".join(runtime(name) for name in preload)}

@@ -47,10 +47,12 @@ def test_call_of_8_experts(benchmark, instant_layer, part):
     y, ids, weights = np.empty_like(x), np.arange(K, dtype=np.int32), np.full(K, 0.125, np.float32)
     arguments = (floats(x), 1, ffi.from_buffer("int[]", ids), floats(weights), K, ffi.NULL, floats(y))
     if part == "layer":
-        assert lib.coli_moe_forward(layer._live(), *arguments) == 0
+        with layer._live() as handle:
+            assert lib.coli_moe_forward(handle, *arguments) == 0
         assert layer.stats()["last"]["pairs"]["issue"] == K
         np.testing.assert_allclose(y, pycoli.rotate(x), rtol=1e-6, atol=1e-6)
-        benchmark(lib.coli_moe_forward, layer._live(), *arguments)
+        with layer._live() as handle:
+            benchmark(lib.coli_moe_forward, handle, *arguments)
         return
     library = backend._library
     tensors = [pycoli.Tensor(matrix, pycoli.Device(0, backend)) for matrix in expert]
