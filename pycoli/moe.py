@@ -614,13 +614,11 @@ def _pairs(ids, weights, rows: int) -> tuple[np.ndarray, np.ndarray]:
     if weights is None:
         raise ArgumentError("ids need weights beside them")
     weights = as_float32(weights, "weights")
-    if ids.ndim < 1 or ids.size % max(rows, 1) or ids.shape != weights.shape:
+    top_k = ids.shape[-1] if ids.ndim else 0
+    if ids.ndim < 1 or ids.size != rows * top_k or ids.shape != weights.shape:
         raise ShapeError(
             f"ids and weights must be [..., K] for {rows} rows, got {list(ids.shape)}, {list(weights.shape)}"
         )
-    top_k = ids.shape[-1]
-    if ids.size != rows * top_k:
-        raise ShapeError(f"ids must be [..., K] for {rows} rows, got shape {list(ids.shape)}")
     limits = np.iinfo(np.int32)
     if ids.size and not (limits.min <= ids.min() and ids.max() <= limits.max):
         raise ArgumentError(f"ids must be numbers of experts, got {ids.min()} ... {ids.max()}")

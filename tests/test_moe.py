@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +13,13 @@ from experts import expected_expert, expert_weights, gaussian, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from simulator import Simulator
 
 import pycoli
 from pycoli import cpu
 from pycoli._arrays import floats
 from pycoli._lib import ffi, lib
 from pycoli.moe import RESERVE
-
-sys.path.insert(0, str(__import__("pathlib").Path(__file__).parent / "gpu"))
-from simulator import Simulator
 
 D, H = 128, 64
 FORMATS = ["e8", "int8", "e8", "int4", "mxfp4", "int4-g32", "fp8-e4m3-b128", "f32"]
@@ -72,6 +69,17 @@ def room_for(experts, count):
     sizes = [sum(entry(matrix.nbytes) for matrix in expert) for expert in experts]
     assert len(set(sizes)) == 1
     return count * sizes[0]
+
+
+def backend_without(library, folder, *names):
+    """The GPU library once more, lacking some of its entry points."""
+    content = library.read_bytes()
+    for name in names:
+        symbol = f"\0coli_cuda_{name}\0".encode()
+        assert content.count(symbol) >= 1
+        content = content.replace(symbol, symbol.replace(b"coli_cuda", b"none_cuda"))
+    (folder / "libcoli_cuda.so").write_bytes(content)
+    return pycoli.open_backend(folder / "libcoli_cuda.so")
 
 
 def paths(layer, which="last", what="experts"):
@@ -419,14 +427,7 @@ class TestPaths:
         ],
     )
     def test_a_library_that_lacks_entry_points(self, simt_lib, tmp_path, rng, lacking, one_row, many_rows):
-        library = tmp_path / "libcoli_cuda.so"
-        content = simt_lib.read_bytes()
-        for name in lacking:
-            symbol = f"\0coli_cuda_{name}\0".encode()
-            assert content.count(symbol) >= 1
-            content = content.replace(symbol, symbol.replace(b"coli_cuda", b"none_cuda"))
-        library.write_bytes(content)
-        backend = pycoli.open_backend(library)
+        backend = backend_without(simt_lib, tmp_path, *lacking)
         experts = e8_experts(4)
         with pycoli.MoELayer(experts, devices=[pycoli.Device(0, backend)]) as layer:
             check_layer(layer, experts, rng, rows=1, top_k=4)
@@ -439,12 +440,7 @@ class TestPaths:
 
     def test_no_path_for_many_rows_is_said(self, simt_lib, tmp_path, rng):
         """A library that can only issue takes few rows: the CPU does the rest, and not in silence."""
-        library = tmp_path / "libcoli_cuda.so"
-        content = simt_lib.read_bytes()
-        for symbol in (b"\0coli_cuda_expert_group\0", b"\0coli_cuda_expert_mlp\0"):
-            content = content.replace(symbol, symbol.replace(b"coli_cuda", b"none_cuda"))
-        library.write_bytes(content)
-        backend = pycoli.open_backend(library)
+        backend = backend_without(simt_lib, tmp_path, "expert_group", "expert_mlp")
         experts = e8_experts(2)
         with pycoli.MoELayer(experts, devices=[pycoli.Device(0, backend)]) as layer:
             check_layer(layer, experts, rng, rows=200, top_k=2)
@@ -456,10 +452,7 @@ class TestPaths:
         backend.shutdown()
 
     def test_a_library_that_cannot_tell_what_is_free(self, simt_lib, tmp_path, rng):
-        library = tmp_path / "libcoli_cuda.so"
-        symbol = b"\0coli_cuda_mem_info\0"
-        library.write_bytes(simt_lib.read_bytes().replace(symbol, symbol.replace(b"coli_cuda", b"none_cuda")))
-        backend = pycoli.open_backend(library)
+        backend = backend_without(simt_lib, tmp_path, "mem_info")
         with pycoli.MoELayer(e8_experts(1), devices=[pycoli.Device(0, backend)]) as layer:
             assert layer.where == ["cpu"]
             assert "lacks coli_cuda_mem_info, so give a budget in bytes" in layer.why_cpu(0)

@@ -74,6 +74,11 @@ int coli_matrix_rotated(const coli_matrix *matrix) {
     return matrix->format == COLI_E8 && !(matrix->flags & COLI_UNROTATED);
 }
 
+int coli_matrix_same_kind(const coli_matrix *a, const coli_matrix *b) {
+    return a->format == b->format && a->rows == b->rows && a->columns == b->columns && a->group_size == b->group_size &&
+           a->flags == b->flags;
+}
+
 size_t coli_matrix_bytes(const coli_matrix *m) {
     return coli_weight_bytes(m->format, m->rows, m->columns) +
            coli_scale_bytes(m->format, m->rows, m->columns, m->group_size);

@@ -15,6 +15,9 @@ coli_status coli_matrix_check_fields(const coli_matrix *matrix);
 /* 1 for a matrix that must meet rotated rows. */
 int coli_matrix_rotated(const coli_matrix *matrix);
 
+/* 1 when two matrices are alike in all but weights and codebook: format, shape, group size, flags. */
+int coli_matrix_same_kind(const coli_matrix *a, const coli_matrix *b);
+
 /* Bytes of weights and scales. */
 size_t coli_matrix_bytes(const coli_matrix *matrix);
 

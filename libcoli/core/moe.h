@@ -42,6 +42,10 @@ struct coli_moe {
 
 /* Whether two experts are alike in all but their weights: formats, shapes, group sizes, flags. */
 int moe_same_kind(const coli_expert *a, const coli_expert *b);
+/* Bytes of its weights and scales. */
+size_t moe_expert_bytes(const coli_expert *expert);
+/* Whether gate and up must meet different rows, one rotated ones and the other plain ones. */
+int moe_needs_two_inputs(const coli_expert *expert);
 
 /* Number of experts, the shared one included. */
 int moe_experts(const coli_moe *layer);

@@ -21,7 +21,7 @@
 #include "status.h"
 
 #define WHY_BYTES 512
-#define BLOCK_FLOATS ((size_t)1 << 25) /* of packed rows, 128 MB; more only where one expert has more */
+#define BLOCK_FLOATS ((size_t)1 << 26) /* of packed rows and results, 256 MB; more only where one expert has more */
 #define SUM_COLUMNS 2048               /* of a row of y that stay in the nearest cache while rows are added to them */
 
 /* An expert with the rows that a call gives it. */
@@ -75,7 +75,6 @@ typedef struct call {
     float *pair_weights; /* [pairs] */
     int *job_tokens;     /* [pairs of the call]: the same for the jobs, those of each side by side */
     float *job_weights;
-    int blocks;
     /* of one block: */
     share *shares; /* [experts], GPU by GPU, those of the CPU last */
     int share_count, cpu_first;
@@ -127,10 +126,6 @@ static coli_status allocate_index(call *c, size_t pairs) {
     return COLI_OK;
 }
 
-static int needs_two_inputs(const coli_expert *m) {
-    return coli_matrix_rotated(&m->gate) != coli_matrix_rotated(&m->up);
-}
-
 /* The expert that all rows pass may take them where they are; groups want theirs side by side. */
 static int takes_rows_in_place(const call *c, int number) {
     return number == c->layer->count && !c->layer->experts[number].backend;
@@ -142,7 +137,8 @@ static size_t rows_of(const call *c, int number) {
 
 /* Floats of a share: its result, and its packed rows. */
 static size_t share_floats(const call *c, int number) {
-    size_t copies = takes_rows_in_place(c, number) ? 1 : 2 + (size_t)needs_two_inputs(&c->layer->experts[number].matrices);
+    size_t copies =
+        takes_rows_in_place(c, number) ? 1 : 2 + (size_t)moe_needs_two_inputs(&c->layer->experts[number].matrices);
     return copies * rows_of(c, number) * (size_t)c->layer->D;
 }
 
@@ -150,8 +146,7 @@ static size_t share_floats(const call *c, int number) {
 static int block_end(const call *c, int begin) {
     size_t floats = share_floats(c, begin);
     int end = begin + 1;
-    while (end < moe_experts(c->layer) && floats + share_floats(c, end) <= 2 * BLOCK_FLOATS)
-        floats += share_floats(c, end++);
+    while (end < moe_experts(c->layer) && floats + share_floats(c, end) <= BLOCK_FLOATS) floats += share_floats(c, end++);
     return end;
 }
 
@@ -173,14 +168,14 @@ static coli_status rotate_once(call *c) {
 
 static coli_status allocate_rows(call *c) {
     size_t most = 0, x_floats = c->rows.S * (size_t)c->layer->D;
-    c->blocks = 0;
-    for (int begin = 0, end; begin < moe_experts(c->layer); begin = end, c->blocks++) {
+    int blocks = 0;
+    for (int begin = 0, end; begin < moe_experts(c->layer); begin = end, blocks++) {
         size_t floats = 0;
         end = block_end(c, begin);
         for (int e = begin; e < end; e++) floats += share_floats(c, e);
         if (floats > most) most = floats;
     }
-    int rotates = needs_rotation(c) != NULL, sums_beside = c->blocks > 1;
+    int rotates = needs_rotation(c) != NULL, sums_beside = blocks > 1;
     size_t bytes = (most + x_floats * (size_t)(rotates + sums_beside)) * sizeof(float);
     float *memory = moe_reserve(&c->layer->floats, bytes);
     RETURN_ERROR_IF(!memory, COLI_E_MEMORY, "no memory for %zu bytes of rows on their way to %d experts", bytes,
@@ -283,7 +278,7 @@ static void assign_room(call *c) {
         share *s = &c->shares[i];
         if (takes_rows_in_place(c, s->number)) continue;
         s->packed = next;
-        next += s->rows * D * (1 + (size_t)needs_two_inputs(&s->expert->matrices));
+        next += s->rows * D * (1 + (size_t)moe_needs_two_inputs(&s->expert->matrices));
     }
     for (int i = 0; i < c->share_count; i++) {
         c->shares[i].y = next;
@@ -300,8 +295,8 @@ static void pack(call *c, share *s) {
     if (!s->packed) return; /* where they are */
     coli_pack_rows(s->x, D, tokens, s->rows, s->packed);
     s->x = s->packed;
-    if (needs_two_inputs(m)) coli_pack_rows(s->x_up, D, tokens, s->rows, s->packed + s->rows * (size_t)D);
-    s->x_up = needs_two_inputs(m) ? s->packed + s->rows * (size_t)D : s->x;
+    if (moe_needs_two_inputs(m)) coli_pack_rows(s->x_up, D, tokens, s->rows, s->packed + s->rows * (size_t)D);
+    s->x_up = moe_needs_two_inputs(m) ? s->packed + s->rows * (size_t)D : s->x;
 }
 
 /*------   Experts on GPUs   ------*/
@@ -514,7 +509,7 @@ static coli_status compute(call *c, share *s) {
     s->result = s->y;
     s->path = COLI_MOE_CPU;
     s->done = 1;
-    c->layer->last.cpu_bytes += coli_matrix_bytes(&m->gate) + coli_matrix_bytes(&m->up) + coli_matrix_bytes(&m->down);
+    c->layer->last.cpu_bytes += moe_expert_bytes(m);
     return COLI_OK;
 }
 
@@ -732,7 +727,7 @@ coli_status coli_expert_fallback(const coli_backend *backend, const coli_expert_
     char failure[WHY_BYTES];
     *path = COLI_MOE_SINGLE;
     if (tensors) reason = coli_backend_why_not_expert(backend, "expert_mlp", &m->gate, &m->up, &m->down);
-    if (!reason && needs_two_inputs(m)) reason = "its gate and up matrices need different inputs";
+    if (!reason && moe_needs_two_inputs(m)) reason = "its gate and up matrices need different inputs";
     if (!reason && S > INT_MAX) reason = "it has more rows than a GPU call takes";
     if (!reason && S) {
         coli_access access = coli_backend_access(backend);

@@ -98,13 +98,17 @@ void coli_moe_free(coli_moe *layer) {
 
 /*------   Host copies   ------*/
 
-static int same_kind(const coli_matrix *a, const coli_matrix *b) {
-    return a->format == b->format && a->rows == b->rows && a->columns == b->columns && a->group_size == b->group_size &&
-           a->flags == b->flags;
+int moe_same_kind(const coli_expert *a, const coli_expert *b) {
+    return coli_matrix_same_kind(&a->gate, &b->gate) && coli_matrix_same_kind(&a->up, &b->up) &&
+           coli_matrix_same_kind(&a->down, &b->down);
 }
 
-int moe_same_kind(const coli_expert *a, const coli_expert *b) {
-    return same_kind(&a->gate, &b->gate) && same_kind(&a->up, &b->up) && same_kind(&a->down, &b->down);
+size_t moe_expert_bytes(const coli_expert *expert) {
+    return coli_matrix_bytes(&expert->gate) + coli_matrix_bytes(&expert->up) + coli_matrix_bytes(&expert->down);
+}
+
+int moe_needs_two_inputs(const coli_expert *expert) {
+    return coli_matrix_rotated(&expert->gate) != coli_matrix_rotated(&expert->up);
 }
 
 static void take_pointers(coli_matrix *matrix, const coli_matrix *given) {

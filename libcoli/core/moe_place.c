@@ -159,7 +159,7 @@ static int find_paths(moe_expert *expert, const coli_backend *backend, const cha
     static const char *const features[] = {"issue_take", "expert_group", "expert_mlp"}; /* in the order of coli_moe_path */
     const coli_expert *m = &expert->matrices;
     int any = 0;
-    if (coli_matrix_rotated(&m->gate) != coli_matrix_rotated(&m->up)) {
+    if (moe_needs_two_inputs(m)) {
         *why = "its gate and up matrices need different inputs: one is stored rotated, the other is not";
         return 0;
     }
@@ -345,7 +345,7 @@ static void swap_and_count(const candidate *hot, const candidate *cold, coli_moe
     double start = coli_seconds();
     if (swap(hot, cold)) {
         one.swaps = 1;
-        for (int i = 0; i < 3; i++) one.bytes += coli_matrix_bytes(matrix_of(&expert_of(hot)->matrices, i));
+        one.bytes = moe_expert_bytes(&expert_of(hot)->matrices);
     } else {
         one.failed = 1;
     }

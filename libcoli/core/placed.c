@@ -6,6 +6,7 @@
 
 #include "../formats/e8.h"
 #include "backend.h"
+#include "expert.h"
 #include "matrix.h"
 #include "placed.h"
 #include "status.h"
@@ -169,11 +170,9 @@ ColiCudaTensor *coli_placed_tensor(const coli_placed *placed) {
 
 static coli_status check_same_kind(const coli_matrix *old, const coli_matrix *new) {
     char was[COLI_DESCRIPTION_BYTES], is[COLI_DESCRIPTION_BYTES];
-    int same = old->format == new->format && old->rows == new->rows && old->columns == new->columns &&
-               old->group_size == new->group_size && old->flags == new->flags;
-    RETURN_ERROR_IF(!same, COLI_E_SHAPE, "the new contents of a placed %s must be of its kind, got %s%s",
-                    coli_matrix_describe(old, was), coli_matrix_describe(new, is),
-                    old->flags == new->flags ? "" : ", rotated otherwise");
+    RETURN_ERROR_IF(!coli_matrix_same_kind(old, new), COLI_E_SHAPE,
+                    "the new contents of a placed %s must be of its kind, got %s%s", coli_matrix_describe(old, was),
+                    coli_matrix_describe(new, is), old->flags == new->flags ? "" : ", rotated otherwise");
     return COLI_OK;
 }
 
@@ -301,8 +300,7 @@ coli_status coli_placed_expert_mlp(coli_placed *gate, coli_placed *up, coli_plac
                     : !up ? "up"
                           : "down");
     coli_placed *const matrices[3] = {gate, up, down};
-    /* without rows it is only the check of the shapes */
-    FORWARD_ERROR(coli_expert_mlp(&gate->matrix, &up->matrix, &down->matrix, NULL, 0, NULL));
+    FORWARD_ERROR(coli_expert_check(&gate->matrix, &up->matrix, &down->matrix, coli_matrix_check));
     if (!S) return COLI_OK;
     RETURN_ERROR_IF(!x || !y, COLI_E_ARGUMENT, "%s of %zu rows is NULL", x ? "y" : "x", S);
     char why[WHY_BYTES] = "";

@@ -150,7 +150,7 @@ static void hadamard(float *x, int n, float scale) {
     for (int stride = LANES, radix; stride <= n; stride *= radix) {
         radix = n / stride < RADIX ? n / stride : RADIX;
         int first = stride == LANES, last = stride * radix >= n;
-        if (first)
+        if (first) /* constants, so that the loops are compiled without the other's work */
             pass(x, n, LANES, radix, 1, last ? scale : 1);
         else
             pass(x, n, stride, radix, 0, last ? scale : 1);

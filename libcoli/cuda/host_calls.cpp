@@ -105,13 +105,12 @@ bool enqueue_group(Context &context, GroupParams &params, CallBuffers &buffers, 
 /* Where a sum's parts lie: rows, row_tokens and row_weights behind each other in host_x and x; the experts' rows and,
  * unless kernels write them to pinned memory, the sums in y. */
 struct SumLayout {
-    size_t rows, tokens, weights, staged; /* offsets in bytes, and the end */
-    size_t results, sums;                 /* bytes */
+    size_t tokens, weights, staged; /* offsets in bytes, and the end */
+    size_t results, sums;           /* bytes */
 
     SumLayout(int total_rows, int sum_rows, int D) {
         results = align_up(row_bytes(total_rows, D), kPieceBytes);
         sums = row_bytes(sum_rows, D);
-        rows = 0;
         tokens = results;
         weights = tokens + align_up(static_cast<size_t>(total_rows) * sizeof(int), kPieceBytes);
         staged = weights + align_up(static_cast<size_t>(total_rows) * sizeof(float), kPieceBytes);
