@@ -62,14 +62,16 @@ bool place_memory(const GpuTraits &gpu, const ProductTask &task, ProductPlan &pl
     };
     place(plan.codebook ? kCodebookBytes : 0);
     plan.ring_offset = place(static_cast<size_t>(plan.warps) * plan.stages * plan.slot_bytes);
-    plan.barriers_offset = place(static_cast<size_t>(plan.warps) * plan.stages * sizeof(uint64_t));
+    plan.barriers_offset = place(2 * static_cast<size_t>(plan.warps) * plan.stages * sizeof(uint64_t));
     plan.walks_offset = place(static_cast<size_t>(plan.warps) * kWalkBytes);
     plan.parts_offset = place(rows * parts_bytes(task, plan.path, plan.chunk_slices * kSliceColumns));
     plan.factors_offset = place(static_cast<size_t>(plan.chunk_slices) * kMaxPassRows * sizeof(float));
     plan.partials_floats = plan.round_pairs * plan.chunk_slices * rows * kPairRows;
     plan.partials_offset = place(2 * static_cast<size_t>(plan.partials_floats) * sizeof(float));
     plan.totals_offset = place(static_cast<size_t>(task.matrices) * share * rows * kPairRows * sizeof(float));
-    plan.scratch_offset = place(plan.rotate ? static_cast<size_t>(task.I) * sizeof(float) : 0);
+    const int rotated = plan.rotate ? std::min(rows, kRotatedTogether) : 0;
+    plan.rotated_offset = place(static_cast<size_t>(rotated) * task.I * sizeof(float));
+    plan.signs_offset = place(plan.rotate ? task.I / 4 + 1 : 0);
     plan.shared_bytes = static_cast<int>(std::min<size_t>(end, INT32_MAX));
     return end <= static_cast<size_t>(gpu.shared_bytes);
 }
@@ -166,8 +168,11 @@ ProductPlan plan_product(const GpuTraits &gpu, const ProductTask &task) {
         plan.pass_rows = pass_rows_for(gpu, task, plan.limbs_only);
         plan.codebook = task.codebook;
         plan.blocks = static_cast<int>(std::clamp<long long>(waves * gpu.multiprocessors / task.experts, 1, pairs));
-        for (plan.warps = product_threads(gpu.capability, plan.path, plan.pass_rows, plan.limbs_only) / kWarp;
-             plan.warps >= 1; plan.warps -= plan.warps > 2 ? 2 : 1) {
+        const int most_threads = product_threads(gpu.capability, plan.path, plan.pass_rows, plan.limbs_only);
+        const int service = service_threads(gpu.capability, plan.path);
+        for (plan.warps = most_threads / kWarp; plan.warps >= 1; plan.warps -= plan.warps > 2 ? 2 : 1) {
+            plan.threads = service ? most_threads + service : kWarp * plan.warps;
+            plan.feeder = most_threads / kWarp;
             for (const Slots slots : {Slots{2, 2}, Slots{1, 3}, Slots{1, 2}, Slots{1, 1}}) {
                 ProductPlan filled = plan;
                 filled.stages = slots.stages;

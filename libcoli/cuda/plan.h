@@ -36,6 +36,8 @@ constexpr int kMaxGrid = 65535;
 /* Elements of a rotation block that one thread block transforms in shared memory (32 KB). */
 constexpr int kRotationPiece = 8192;
 constexpr int kRotationThreads = 256;
+/* Rows that a block of a product rotates together. */
+constexpr int kRotatedTogether = 4;
 
 /* What of a GPU the choices depend on. */
 struct GpuTraits {
@@ -52,11 +54,17 @@ enum class Path {
 const char *path_name(Path path);
 bool path_named(const char *name, Path *path);
 
-/* What fits the registers of a GPU: threads of a block at most, and activation rows of a pass. Many rows, kernels for any
- * format, and copies by threads leave room for fewer threads; the compiler needs more registers for newer GPUs. */
+/* What fits the registers of a GPU: threads of a block that multiply, at most, and activation rows of a pass. Many rows,
+ * kernels for any format, and copies by threads leave room for fewer threads; the compiler needs more registers for newer
+ * GPUs. With the copy engine one warp more starts the copies, or a warpgroup where registers can be handed over. */
+COLI_FN constexpr int service_threads(int capability, Path path) {
+    return path != Path::kHopper ? 0 : capability == 90 ? 4 * kWarp : kWarp;
+}
 COLI_FN constexpr int product_threads(int capability, Path path, int pass_rows, bool limbs_only) {
-    if (limbs_only) return pass_rows <= (path == Path::kHopper ? 8 : 2) ? 384 : 256;
-    return capability == 90 && path == Path::kHopper && pass_rows <= 4 ? 384 : 256;
+    const bool many = limbs_only ? pass_rows <= (path == Path::kHopper ? 8 : 2)
+                                 : capability == 90 && path == Path::kHopper && pass_rows <= 4;
+    const int threads = many ? 384 : 256;
+    return capability == 90 ? threads : threads - service_threads(capability, path);
 }
 COLI_FN constexpr int most_pass_rows(int capability, Path path) {
     if (path == Path::kPlain || capability >= 120) return 4;
@@ -78,7 +86,9 @@ struct ProductPlan {
     bool gate_up;     /* gate and up with the activation, or down */
     int pass_rows;    /* activation rows that share one decode: 1, 2, 4, 8 or 16 */
     int blocks;       /* that share an expert */
-    int warps;        /* of a block */
+    int threads;      /* of a block */
+    int warps;        /* that multiply; with the copy engine, one behind them all feeds them: */
+    int feeder;       /* its number */
     int stages;       /* tiles of each warp that are on their way or in work */
     int slot_bytes;   /* of a stage: one tile, or those of a slice, of two strips */
     int chunk_slices; /* slices whose activations are in shared memory together */
@@ -87,7 +97,7 @@ struct ProductPlan {
     bool rotate;      /* the block rotates its activations itself */
     bool limbs_only;  /* all matrices are multiplied as bytes */
     int ring_offset, barriers_offset, walks_offset, parts_offset, factors_offset, partials_offset, partials_floats,
-        totals_offset, scratch_offset, shared_bytes;
+        totals_offset, rotated_offset, signs_offset, shared_bytes;
 };
 
 struct RotationPlan {

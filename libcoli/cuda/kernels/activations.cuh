@@ -30,6 +30,11 @@ struct SplitRows {
     int pitch;
 };
 
+/* The parts of rows `first` ... . */
+__device__ __forceinline__ SplitRows rows_from(const SplitRows &split, int first, int planes) {
+    return {split.parts + static_cast<size_t>(planes * first) * split.pitch, split.factors + first, split.pitch};
+}
+
 __device__ __forceinline__ float4 load_quad(const float *row, int column, int columns) {
     const float *p = row + column;
     if (column + 4 <= columns && reinterpret_cast<uintptr_t>(p) % 16 == 0) return *reinterpret_cast<const float4 *>(p);
@@ -52,13 +57,25 @@ struct SliceValues {
     float4 quads[kSliceQuads];
 };
 
-/* Loads a slice; returns its largest magnitude, NaN where there is one, to all lanes. */
-__device__ __forceinline__ float load_slice(const FloatRows &x, int row, int slice, int lane, SliceValues &values) {
+__device__ __forceinline__ void load_slice(const FloatRows &x, int row, int slice, int lane, SliceValues &values) {
+    const float *p = x.data + row * x.stride;
+    const int column = slice * kSliceColumns + 4 * lane;
+    if ((slice + 1) * kSliceColumns <= x.columns && reinterpret_cast<uintptr_t>(p) % 16 == 0) {
+#pragma unroll
+        for (int j = 0; j < kSliceQuads; j++)
+            values.quads[j] = *reinterpret_cast<const float4 *>(p + column + 4 * kWarp * j);
+    } else {
+#pragma unroll
+        for (int j = 0; j < kSliceQuads; j++) values.quads[j] = load_quad(p, column + 4 * kWarp * j, x.columns);
+    }
+}
+
+/* The largest magnitude of a slice, NaN where there is one, to all lanes. */
+__device__ __forceinline__ float largest_of(const SliceValues &values) {
     uint32_t largest = 0; /* magnitudes order as their bits do, NaN above all */
 #pragma unroll
     for (int j = 0; j < kSliceQuads; j++) {
-        const int column = slice * kSliceColumns + 4 * (kWarp * j + lane);
-        const float4 v = values.quads[j] = load_quad(x.data + row * x.stride, column, x.columns);
+        const float4 &v = values.quads[j];
         const uint32_t low = max(magnitude_bits(v.x), magnitude_bits(v.y));
         const uint32_t high = max(magnitude_bits(v.z), magnitude_bits(v.w));
         largest = max(largest, max(low, high));
@@ -68,11 +85,9 @@ __device__ __forceinline__ float load_slice(const FloatRows &x, int row, int sli
     return coli_bits_to_f32(largest);
 }
 
-/* One warp splits slice `slice` of row `row` of x; it becomes slice `place` of the chunk's row s. */
-__device__ inline void split_slice(const FloatRows &x, int row, int s, int slice, int place, const SplitRows &split,
-                                   int lane) {
-    SliceValues values;
-    const float largest = load_slice(x, row, slice, lane, values);
+/* One warp splits a slice of a row; it becomes slice `place` of the chunk's row s. */
+__device__ __forceinline__ void split_slice(const SliceValues &values, int s, int place, const SplitRows &split, int lane) {
+    const float largest = largest_of(values);
     const int exponent = max(static_cast<int>(coli_f32_to_bits(largest) >> 23) - 127, -100);
     const float factor = power_of_two(13 - exponent);
     const bool infinite = !(largest <= 3.4028235e38f);

@@ -31,7 +31,7 @@ ProductKernel kernel_of(const ProductPlan &plan) {
 
 cudaError_t launch_expert_product(const GroupParams &params, const ProductPlan &plan, cudaStream_t stream) {
     if (plan.warps == 0) return cudaErrorNotSupported;
-    return launch(kernel_of(plan), dim3(plan.blocks, params.count), kWarp * plan.warps, plan.shared_bytes,
+    return launch(kernel_of(plan), dim3(plan.blocks, params.count), plan.threads, plan.shared_bytes,
                   plan.path == Path::kHopper, stream, params, plan);
 }
 

@@ -3,6 +3,7 @@
 #define COLI_CUDA_KERNELS_EXPERT_KERNELS_CUH
 
 #include "../ptx/dependent.cuh"
+#include "../ptx/wgmma.cuh"
 #include "expert_variants.h"
 #include "outputs.cuh"
 #include "product.cuh"
@@ -22,17 +23,20 @@ constexpr int kCompiledFor = 90;
 struct PlainPath {
     static constexpr Path kPath = Path::kPlain;
     static constexpr bool kTensorCores = false, kCopyEngine = false;
-    using Ring = PlainRing;
+    using Tiles = OwnTiles<PlainRing>;
+    using Team = OwnMultipliers;
 };
 struct AmperePath {
     static constexpr Path kPath = Path::kAmpere;
     static constexpr bool kTensorCores = true, kCopyEngine = false;
-    using Ring = AsyncRing;
+    using Tiles = OwnTiles<AsyncRing>;
+    using Team = OwnMultipliers;
 };
 struct HopperPath {
     static constexpr Path kPath = Path::kHopper;
     static constexpr bool kTensorCores = true, kCopyEngine = true;
-    using Ring = BulkRing;
+    using Tiles = FedTiles;
+    using Team = FedMultipliers;
 };
 
 /* Grids are (shares of an expert's weight rows, experts). Weights and codebook do not depend on the launch before: blocks
@@ -54,57 +58,105 @@ struct RowSource {
     bool rotate; /* on the way */
 };
 
-/* All warps prepare slices first ... of `count` rows. */
-template <class Scheme>
-__device__ void prepare_rows(const FloatRows &x, int count, int first, int slices, const SplitRows &split) {
-    const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-    for (int i = warp; i < count * slices; i += warps)
-        Scheme::prepare(x, i / slices, i / slices, first + i % slices, i % slices, split, threadIdx.x % kWarp);
+/* Slices first ... of `count` rows, by all warps that multiply. A warp loads some slices before it prepares the first, so
+ * that it waits for memory once. */
+template <class Scheme, int TOGETHER, class Team>
+__device__ void prepare_rows(const Team &team, const FloatRows &x, int count, int first, int slices,
+                             const SplitRows &split) {
+    const int warp = warp_of_block(), warps = team.count / kWarp, lane = threadIdx.x % kWarp, all = count * slices;
+    for (int i = warp; i < all; i += TOGETHER * warps) {
+        SliceValues values[TOGETHER];
+#pragma unroll
+        for (int k = 0; k < TOGETHER; k++) {
+            const int j = min(i + k * warps, all - 1), row = j / slices;
+            load_slice(x, row, first + j - row * slices, lane, values[k]);
+        }
+#pragma unroll
+        for (int k = 0; k < TOGETHER; k++) {
+            const int j = i + k * warps, row = j / slices;
+            if (j < all) Scheme::prepare(values[k], row, j - row * slices, split, lane);
+        }
+    }
 }
 
-/* The same for rows that are rotated on the way, one after another. */
-template <class Scheme>
-__device__ void rotate_and_prepare_rows(const FloatRows &x, int count, int slices, const uint8_t *signs, float *scratch,
-                                        const SplitRows &split) {
-    const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-    for (int s = 0; s < count; s++) {
-        if (s > 0) __syncthreads(); /* the last row was read */
-        rotate_row(x.data + s * x.stride, scratch, x.columns, signs);
-        __syncthreads();
-        for (int slice = warp; slice < slices; slice += warps)
-            Scheme::prepare({scratch, 0, x.columns}, 0, s, slice, slice, split, threadIdx.x % kWarp);
+/* Rows that are rotated on the way, in shared memory. */
+struct RotationMemory {
+    float *rows;    /* [kRotatedTogether][columns] */
+    uint8_t *signs; /* the table as far as it is needed */
+};
+
+__device__ inline RotationMemory rotation_memory(const ProductPlan &plan, uint8_t *shared) {
+    return {reinterpret_cast<float *>(shared + plan.rotated_offset), shared + plan.signs_offset};
+}
+
+template <class Path, class Team> __device__ void fetch_rows(const Team &team, const FloatRows &x, int count, float *rows) {
+    const int quads = count * x.columns / 4; /* the rows are one behind the other */
+    if (x.columns % 4 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0) {
+        for (int i = threadIdx.x; i < quads; i += team.count) {
+            if (Path::kTensorCores)
+                copy_async_16(rows + 4 * i, x.data + 4 * i);
+            else
+                *reinterpret_cast<float4 *>(rows + 4 * i) = *reinterpret_cast<const float4 *>(x.data + 4 * i);
+        }
+        if (Path::kTensorCores) {
+            copy_async_commit();
+            copy_async_wait<0>();
+        }
+    } else {
+        for (int i = threadIdx.x; i < count * x.columns; i += team.count) rows[i] = x.data[i];
+    }
+}
+
+/* All slices of `count` rows. */
+template <class Path, class Scheme, int TOGETHER, class Team>
+__device__ void rotate_and_prepare_rows(const Team &team, const FloatRows &x, int count, int slices,
+                                        const RotationMemory &memory, const SplitRows &split) {
+    for (int first = 0; first < count; first += kRotatedTogether) {
+        const int rows = min(kRotatedTogether, count - first);
+        if (first > 0) team.sync(); /* the last ones were read */
+        fetch_rows<Path>(team, {x.data + first * x.stride, x.stride, x.columns}, rows, memory.rows);
+        team.sync();
+        rotate_rows(team, memory.rows, rows, x.columns, memory.signs);
+        team.sync();
+        const FloatRows rotated{memory.rows, static_cast<size_t>(x.columns), x.columns};
+        prepare_rows<Scheme, TOGETHER>(team, rotated, rows, 0, slices, rows_from(split, first, Scheme::Planes::kPlanes));
     }
 }
 
 /* Multiplies the share with an expert's rows, ROWS at a time, and gives each output its totals:
  * store(row of the expert, weight row, total of the first matrix, total of the second). */
-template <class OnPath, class Scheme, int ROWS, class Store>
-__device__ void multiply_expert(Share &share, const RowSource &source, int rows, const ProductPlan &plan,
-                                const DeviceTables &device_tables, Store store) {
+template <class OnPath, class Scheme, int ROWS, int TOGETHER, class Store>
+__device__ __forceinline__ void multiply_expert(Share &share, const RowSource &source, int rows, const ProductPlan &plan,
+                                                const DeviceTables &device_tables, Store store) {
     const int warp = warp_of_block(), lane = threadIdx.x % kWarp;
-    const ProductMemory memory = product_memory<Scheme>(plan, dynamic_shared(), warp);
+    const ProductMemory memory = product_memory<Scheme>(plan, dynamic_shared());
+    const RotationMemory rotation = rotation_memory(plan, dynamic_shared());
     const ByteTables tables{codebook_of(memory.codebook, lane), device_tables.fp8};
-    typename OnPath::Ring ring(memory.ring, lane);
+    const typename OnPath::Team team(plan);
+    typename OnPath::Tiles stream(ring_memory(plan, dynamic_shared(), warp), walk_of_warp(plan, dynamic_shared(), warp),
+                                  lane);
 
     for (int first = 0; first < rows; first += ROWS) {
         share.rows = min(ROWS, rows - first);
-        TileStream<typename OnPath::Ring> stream(ring, *memory.walk, share, plan, warp, lane);
+        stream.start(share, plan, warp);
         if (first == 0) {
-            if (plan.codebook) spread_codebook(memory.codebook, device_tables);
+            if (plan.codebook) spread_codebook(memory.codebook, device_tables, team.count);
+            if (source.rotate) load_signs(team, source.rows.columns, device_tables.signs, rotation.signs);
+            team.meet_feeder();
             dependency_wait();
         }
         const FloatRows x{source.rows.data + first * source.rows.stride, source.rows.stride, source.rows.columns};
-        multiply_share<Scheme>(stream, share, plan, memory, tables, [&](int slice, int slices) {
+        multiply_share<Scheme>(team, stream, share, plan, memory, tables, [&](int slice, int slices) {
             if (source.rotate)
-                rotate_and_prepare_rows<Scheme>(x, share.rows, slices, device_tables.signs, memory.scratch,
-                                                memory.activations);
+                rotate_and_prepare_rows<OnPath, Scheme, TOGETHER>(team, x, share.rows, slices, rotation,
+                                                                  memory.activations);
             else
-                prepare_rows<Scheme>(x, share.rows, slice, slices, memory.activations);
+                prepare_rows<Scheme, TOGETHER>(team, x, share.rows, slice, slices, memory.activations);
             if (slice == 0) stream.fill();
         });
-        __syncthreads();
+        team.sync();
         const int outputs = share.pairs * share.rows * kPairRows;
-        for (int i = threadIdx.x; i < outputs; i += blockDim.x) {
+        for (int i = threadIdx.x; i < outputs; i += team.count) {
             const int row = i % kPairRows, s = i / kPairRows % share.rows, pair = i / (kPairRows * share.rows);
             const int o = kPairRows * (share.first_pair + pair) + row;
             if (o < share.O) store(first + s, o, memory.totals[i], memory.totals[(share.matrix_count - 1) * outputs + i]);
@@ -114,17 +166,18 @@ __device__ void multiply_expert(Share &share, const RowSource &source, int rows,
 
 /* The scheme of an expert depends on its own matrices alone, so that company does not change its bits. */
 template <class OnPath, int ROWS, bool LIMBS_ONLY, class Store>
-__device__ void multiply_in_scheme(Share &share, const RowSource &source, int rows, const ProductPlan &plan,
-                                   const DeviceTables &tables, Store store) {
+__device__ __forceinline__ void multiply_in_scheme(Share &share, const RowSource &source, int rows, const ProductPlan &plan,
+                                                   const DeviceTables &tables, Store store) {
     /* where registers run out otherwise */
-    constexpr int kMostUnrolled = OnPath::kCopyEngine ? 16 : 2;
-    constexpr bool kRolled = kCompiledFor >= 100 || !LIMBS_ONLY || ROWS == 8 || ROWS > kMostUnrolled;
+    constexpr int kMostUnrolled = 4;
+    constexpr bool kRolled = kCompiledFor >= 100 || !LIMBS_ONLY || ROWS > kMostUnrolled;
+    constexpr int kTogether = ROWS == 1 ? 1 : LIMBS_ONLY ? 4 : kCompiledFor >= 100 ? 1 : 2;
     if constexpr (LIMBS_ONLY) {
-        multiply_expert<OnPath, LimbScheme<ROWS, kRolled>, ROWS>(share, source, rows, plan, tables, store);
+        multiply_expert<OnPath, LimbScheme<ROWS, kRolled>, ROWS, kTogether>(share, source, rows, plan, tables, store);
     } else if (OnPath::kTensorCores && multiplies_bytes(*share.first_matrix) && multiplies_bytes(*share.second_matrix)) {
-        multiply_expert<OnPath, LimbScheme<ROWS, kRolled>, ROWS>(share, source, rows, plan, tables, store);
+        multiply_expert<OnPath, LimbScheme<ROWS, kRolled>, ROWS, kTogether>(share, source, rows, plan, tables, store);
     } else {
-        multiply_expert<OnPath, HalfScheme<OnPath, ROWS>, ROWS>(share, source, rows, plan, tables, store);
+        multiply_expert<OnPath, HalfScheme<OnPath, ROWS>, ROWS, kTogether>(share, source, rows, plan, tables, store);
     }
 }
 
@@ -150,13 +203,38 @@ template <class OnPath> __device__ constexpr bool taken_by_plans(int rows) {
            (kCompiledFor >= 80 || !OnPath::kTensorCores);
 }
 
+/* Parts the warps of a block whose rings the copy engine fills: the first plan.warps of MOST_THREADS multiply, one behind
+ * those feeds. False where the warp is done. Of Hopper's registers multiplying warps take what others do not need. */
+template <int MOST_THREADS, int ROWS>
+__device__ __forceinline__ bool stays_to_multiply(const GroupParams &p, const ProductPlan &plan) {
+    constexpr int kMostWarps = MOST_THREADS / kWarp, kGiven = 32;
+    constexpr int kEach = 65536 / (MOST_THREADS + 4 * kWarp) / 8 * 8; /* at the start */
+    constexpr int kTaken = (kEach * (kMostWarps + 4) - 4 * kGiven) / kMostWarps / 8 * 8;
+    const int warp = warp_of_block();
+    if (warp >= plan.feeder) {
+        if (kCompiledFor == 90) give_registers<kGiven>();
+        if (warp > plan.feeder) return false;
+        const ExpertEntry &expert = p.experts[blockIdx.y];
+        feed_rings(share_of_expert(p, plan, expert), plan, dynamic_shared(), coli_ceil_div(expert.rows, ROWS));
+        return false;
+    }
+    if (kCompiledFor == 90) take_registers<kTaken>();
+    return warp < plan.warps;
+}
+
 template <class OnPath, int ROWS, bool LIMBS_ONLY>
-__global__ void __launch_bounds__(product_threads(kCompiledFor, OnPath::kPath, ROWS, LIMBS_ONLY), 1)
+__global__ void __launch_bounds__(product_threads(kCompiledFor, OnPath::kPath, ROWS, LIMBS_ONLY) +
+                                      service_threads(kCompiledFor, OnPath::kPath),
+                                  1)
     expert_product(const __grid_constant__ GroupParams p, const __grid_constant__ ProductPlan plan) {
     if (!taken_by_plans<OnPath>(ROWS)) return; /* nothing more to compile */
+    constexpr int kMostThreads = product_threads(kCompiledFor, OnPath::kPath, ROWS, LIMBS_ONLY);
     dependency_trigger();
     const ExpertEntry &expert = p.experts[blockIdx.y];
     if (expert.rows == 0) return;
+    if constexpr (OnPath::kCopyEngine) {
+        if (!stays_to_multiply<kMostThreads, ROWS>(p, plan)) return;
+    }
     Share share = share_of_expert(p, plan, expert);
     const size_t first_row = expert.first_row;
     const auto store = [&](int row, int o, float first, float second) {

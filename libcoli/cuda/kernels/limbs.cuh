@@ -19,11 +19,9 @@ constexpr int kLimbs = LimbPlanes::kPlanes;
 /* Three signed bytes reach 127 (2^16 + 2^8 + 1), a little less than 2^23. */
 constexpr float kLimbMargin = 1.0078125f;
 
-/* One warp cuts slice `slice` of row `row` of x; it becomes slice `place` of the chunk's row s. */
-__device__ inline void cut_slice(const FloatRows &x, int row, int s, int slice, int place, const SplitRows &split,
-                                 int lane) {
-    SliceValues values;
-    const float largest = load_slice(x, row, slice, lane, values);
+/* One warp cuts a slice of a row; it becomes slice `place` of the chunk's row s. */
+__device__ __forceinline__ void cut_slice(const SliceValues &values, int s, int place, const SplitRows &split, int lane) {
+    const float largest = largest_of(values);
     const bool infinite = largest > 3.4028235e38f; /* then the infinities alone count */
     const int exponent = max(static_cast<int>(coli_f32_to_bits(largest * kLimbMargin) >> 23) - 127, -100);
     const float factor = power_of_two(22 - exponent);
@@ -112,13 +110,14 @@ template <int ROWS> struct LimbFragments {
 };
 
 /* Integer sums of a stretch of sub-blocks: [tile][columns][accumulators of an mma]. */
-template <int TILES> using IntegerSums = int[2][TILES][4];
+template <int AT_ONCE, int TILES> using IntegerSums = int[AT_ONCE][TILES][4];
 
-/* sums += scale(m, r) * c, and c = 0. */
-template <int TILES, int USED, class Scale>
-__device__ __forceinline__ void flush_sums(IntegerSums<TILES> &c, Scale scale, float (&sums)[2][2][TILES][2]) {
+/* sums of tiles first ... += scale(m, r) * c, and c = 0. */
+template <int AT_ONCE, int TILES, int USED, class Scale>
+__device__ __forceinline__ void flush_sums(IntegerSums<AT_ONCE, TILES> &c, int first, Scale scale,
+                                           float (&sums)[2][2][TILES][2]) {
 #pragma unroll
-    for (int m = 0; m < 2; m++) {
+    for (int m = 0; m < AT_ONCE; m++) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
 #pragma unroll
@@ -126,7 +125,8 @@ __device__ __forceinline__ void flush_sums(IntegerSums<TILES> &c, Scale scale, f
 #pragma unroll
                 for (int i = 0; i < USED; i++) {
                     int &sum = c[m][n][2 * r + i];
-                    sums[m][r][n][i] = fmaf(scale(m, r), static_cast<float>(sum), sums[m][r][n][i]);
+                    float &total = sums[first + m][r][n][i];
+                    total = fmaf(scale(m, r), static_cast<float>(sum), total);
                     sum = 0;
                 }
             }
@@ -134,23 +134,24 @@ __device__ __forceinline__ void flush_sums(IntegerSums<TILES> &c, Scale scale, f
     }
 }
 
-/* sums[m][r][n][i] += tile m, row g + 8 r, times column 2 t + i of tile n of the limbs, over 256 columns. Sums stay
- * integers as long as their scale is one, and E8's sub-scales are integers themselves. ROLLED code is slower and takes
- * fewer registers. */
-template <class Half, int ROWS, bool ROLLED>
-__device__ __forceinline__ void multiply_bytes(const TileSlots &slots, const TilePlace &place, const LimbFragments<ROWS> &x,
-                                               int column, const ByteTables &tables, int lane,
-                                               float (&sums)[2][2][LimbColumns<ROWS>::kTiles][2]) {
+/* multiply_bytes for AT_ONCE of the two tiles, from `first` on. */
+template <class Half, int ROWS, bool ROLLED, int AT_ONCE>
+__device__ __forceinline__ void multiply_some_bytes(const TileSlots &slots, const TilePlace &place, int first,
+                                                    const LimbFragments<ROWS> &x, int column, const ByteTables &tables,
+                                                    int lane, float (&sums)[2][2][LimbColumns<ROWS>::kTiles][2]) {
     constexpr int kTiles = LimbColumns<ROWS>::kTiles, kUsed = ROWS == 1 ? 1 : 2, kSpan = Half::kSubblocksPerScale;
     constexpr bool kIntegerScales = HasIntegerScales<Half>::value;
     [[maybe_unused]] constexpr int kHalvesUnrolled = ROLLED ? 1 : 2;
-    IntegerSums<kTiles> total = {};
-    float super_scales[2][2];
+    IntegerSums<AT_ONCE, kTiles> total = {};
+    float super_scales[AT_ONCE][2];
 #pragma unroll kHalvesUnrolled
     for (int half = 0; half < 2; half++) {
-        Half halves[2];
-        load_halves(halves, slots, half, lane, place);
-        int scales[2][2][2];
+        if (half) compiler_fence();
+        Half halves[AT_ONCE];
+#pragma unroll
+        for (int m = 0; m < AT_ONCE; m++)
+            halves[m].load(slots.first + (first + m) * slots.distance, half, lane, tile_below(place, first + m));
+        int scales[AT_ONCE][2][2];
 #pragma unroll
         for (int b = 0; b < kHalfSubblocks; b++) {
             uint2 fragments[kTiles];
@@ -158,7 +159,7 @@ __device__ __forceinline__ void multiply_bytes(const TileSlots &slots, const Til
             for (int n = 0; n < kTiles; n++)
                 fragments[n] = x.at(n, column + kSubblockColumns * (kHalfSubblocks * half + b));
 #pragma unroll
-            for (int m = 0; m < 2; m++) {
+            for (int m = 0; m < AT_ONCE; m++) {
                 uint32_t a[4];
                 halves[m].bytes(b, tables, a);
                 if constexpr (kIntegerScales) {
@@ -180,16 +181,30 @@ __device__ __forceinline__ void multiply_bytes(const TileSlots &slots, const Til
             }
             if constexpr (!kIntegerScales && kSpan > 0) {
                 if ((b + 1) % kSpan) continue;
-                flush_sums<kTiles, kUsed>(total, [&](int m, int r) { return halves[m].group_scales[b / kSpan][r]; }, sums);
+                flush_sums<AT_ONCE, kTiles, kUsed>(
+                    total, first, [&](int m, int r) { return halves[m].group_scales[b / kSpan][r]; }, sums);
             }
         }
 #pragma unroll
-        for (int m = 0; m < 2; m++) {
+        for (int m = 0; m < AT_ONCE; m++) {
             for (int r = 0; r < 2; r++) super_scales[m][r] = halves[m].half_scale(r);
         }
     }
     if constexpr (kIntegerScales || kSpan == 0)
-        flush_sums<kTiles, kUsed>(total, [&](int m, int r) { return super_scales[m][r]; }, sums);
+        flush_sums<AT_ONCE, kTiles, kUsed>(total, first, [&](int m, int r) { return super_scales[m][r]; }, sums);
+}
+
+/* sums[m][r][n][i] += tile m, row g + 8 r, times column 2 t + i of tile n of the limbs, over 256 columns. Sums stay
+ * integers as long as their scale is one, and E8's sub-scales are integers themselves. The two tiles share what they load
+ * of activations, but where registers run out. ROLLED code is slower and takes fewer registers. */
+template <class Half, int ROWS, bool ROLLED>
+__device__ __forceinline__ void multiply_bytes(const TileSlots &slots, const TilePlace &place, const LimbFragments<ROWS> &x,
+                                               int column, const ByteTables &tables, int lane,
+                                               float (&sums)[2][2][LimbColumns<ROWS>::kTiles][2]) {
+    constexpr int kAtOnce = ROWS < 8 ? 2 : 1;
+#pragma unroll
+    for (int first = 0; first < 2; first += kAtOnce)
+        multiply_some_bytes<Half, ROWS, ROLLED, kAtOnce>(slots, place, first, x, column, tables, lane, sums);
 }
 
 } // namespace coli

@@ -15,6 +15,7 @@
 #ifndef COLI_CUDA_KERNELS_PRODUCT_CUH
 #define COLI_CUDA_KERNELS_PRODUCT_CUH
 
+#include "../ptx/dependent.cuh"
 #include "activations.cuh"
 #include "limbs.cuh"
 #include "multiply.cuh"
@@ -34,31 +35,27 @@ struct Share {
     __device__ __forceinline__ const MatrixView &matrix(int i) const { return i ? *second_matrix : *first_matrix; }
 };
 
-class TileWalk;
-
 /* The block's shared memory, laid out by the plan. */
 struct ProductMemory {
     uint32_t *codebook;
-    RingMemory ring; /* this warp's */
-    TileWalk *walk;  /* this warp's */
     SplitRows activations;
     float *partials; /* [2][units of a round][rows][32 weight rows] */
     float *totals;   /* [matrices][pairs][rows][32 weight rows] */
-    float *scratch;  /* a row on its way through a rotation */
 };
 
-template <class Scheme> __device__ ProductMemory product_memory(const ProductPlan &plan, uint8_t *shared, int warp) {
+__device__ inline RingMemory ring_memory(const ProductPlan &plan, uint8_t *shared, int warp) {
+    uint64_t *barriers = reinterpret_cast<uint64_t *>(shared + plan.barriers_offset) + 2 * warp * plan.stages;
+    return {shared + plan.ring_offset + static_cast<size_t>(warp) * plan.stages * plan.slot_bytes, barriers,
+            plan.slot_bytes, plan.stages};
+}
+
+template <class Scheme> __device__ ProductMemory product_memory(const ProductPlan &plan, uint8_t *shared) {
     ProductMemory memory;
     memory.codebook = reinterpret_cast<uint32_t *>(shared);
-    memory.ring = {shared + plan.ring_offset + static_cast<size_t>(warp) * plan.stages * plan.slot_bytes,
-                   reinterpret_cast<uint64_t *>(shared + plan.barriers_offset) + warp * plan.stages, plan.slot_bytes,
-                   plan.stages};
-    memory.walk = reinterpret_cast<TileWalk *>(shared + plan.walks_offset + kWalkBytes * warp);
     memory.activations = {shared + plan.parts_offset, reinterpret_cast<float *>(shared + plan.factors_offset),
                           plane_bytes<typename Scheme::Planes>(plan.chunk_slices * kSliceColumns)};
     memory.partials = reinterpret_cast<float *>(shared + plan.partials_offset);
     memory.totals = reinterpret_cast<float *>(shared + plan.totals_offset);
-    memory.scratch = reinterpret_cast<float *>(shared + plan.scratch_offset);
     return memory;
 }
 
@@ -76,8 +73,8 @@ __device__ __forceinline__ int tiles_of_slot(const ProductPlan &plan, const Matr
 }
 
 /* The order in which a warp takes its tiles: chunks, matrices, rounds, pairs, and of a pair the run of tiles that are its
- * units'. The ring goes through it ahead of the products. It lies in shared memory and one lane moves it, so that it costs
- * the products no registers. */
+ * units'. The ring goes through it ahead of the products. It lies in shared memory, to spare registers, and one lane moves
+ * it. */
 class TileWalk {
   public:
     TilePair tiles; /* the next ones */
@@ -143,17 +140,89 @@ class TileWalk {
 };
 static_assert(sizeof(TileWalk) <= kWalkBytes, "the plan reserves too little");
 
-/* A warp's ring together with the walk that feeds it. */
-template <class Ring> class TileStream {
-  public:
-    __device__ TileStream(Ring &ring, TileWalk &walk, const Share &share, const ProductPlan &plan, int warp, int lane)
-        : ring_(ring), walk_(walk), share_(share), plan_(plan), warp_(warp), lane_(lane) {
-        if (lane == 0) walk.start(share, plan, warp);
-        push(); /* the others follow when the activations are on their way: this one's copies are not to delay them */
+__device__ inline TileWalk &walk_of_warp(const ProductPlan &plan, uint8_t *shared, int warp) {
+    return *reinterpret_cast<TileWalk *>(shared + plan.walks_offset + kWalkBytes * warp);
+}
+
+/* The threads of a block that multiply, beside a warp that feeds their rings. */
+struct FedMultipliers {
+    int count;
+
+    __device__ explicit FedMultipliers(const ProductPlan &plan) : count(kWarp * plan.warps) {}
+    __device__ __forceinline__ void sync() const { named_barrier_sync(1, count); }
+    /* Once, with the warp that feeds, before rings are used. */
+    __device__ __forceinline__ void meet_feeder() const { named_barrier_sync(2, count + kWarp); }
+};
+
+/* The same where all threads multiply. */
+struct OwnMultipliers {
+    int count;
+
+    __device__ explicit OwnMultipliers(const ProductPlan &plan) : count(kWarp * plan.warps) {}
+    __device__ __forceinline__ void sync() const { __syncthreads(); }
+    __device__ __forceinline__ void meet_feeder() const {}
+};
+
+/* Rings that the copy engine fills: lane w of a warp of its own goes through the walk of warp w and starts the copies, so
+ * that this costs the products neither instructions nor registers. */
+__device__ inline void feed_rings(const Share &share, const ProductPlan &plan, uint8_t *shared, int passes) {
+    const int warp = threadIdx.x % kWarp;
+    const bool feeds = warp < plan.warps;
+    const RingMemory memory = ring_memory(plan, shared, feeds ? warp : 0);
+    RingFeeder feeder(memory);
+    TileWalk &walk = walk_of_warp(plan, shared, feeds ? warp : 0);
+    if (feeds) {
+        RingFeeder::init(memory);
+        walk.start(share, plan, warp);
+        if (!walk.done()) {
+            feeder.push(walk.tiles);
+            walk.next(share, plan, warp);
+        }
     }
-    /* Fills the rest of the ring; once, before the first front(). */
+    FedMultipliers(plan).meet_feeder();
+    if (!feeds) return;
+    dependency_wait(); /* the other slots come with the activations: their copies are not to delay those */
+    for (int pass = 0;;) {
+        while (!walk.done()) {
+            if (!feeder.ready()) {
+                pause();
+                continue;
+            }
+            feeder.push(walk.tiles);
+            walk.next(share, plan, warp);
+        }
+        if (++pass >= passes) return;
+        walk.start(share, plan, warp);
+    }
+}
+
+/* What is left for the warp itself. */
+class FedTiles {
+  public:
+    __device__ FedTiles(const RingMemory &memory, TileWalk &, int lane) : ring_(memory, lane) {}
+    __device__ __forceinline__ void start(const Share &, const ProductPlan &, int) {}
+    __device__ __forceinline__ void fill() {}
+    __device__ __forceinline__ const uint8_t *front() const { return ring_.front(); }
+    __device__ __forceinline__ void pop() { ring_.pop(); }
+
+  private:
+    FedRing ring_;
+};
+
+/* A ring that its own warp fills. */
+template <class Ring> class OwnTiles {
+  public:
+    __device__ OwnTiles(const RingMemory &memory, TileWalk &walk, int lane)
+        : ring_(memory, lane), walk_(walk), lane_(lane) {}
+    /* For each pass over the weights: brings the first tiles. */
+    __device__ void start(const Share &share, const ProductPlan &plan, int warp) {
+        share_ = &share, plan_ = &plan, warp_ = warp;
+        if (lane_ == 0) walk_.start(share, plan, warp);
+        push();
+    }
+    /* Fills the rest of the ring; once a pass, before the first front(). */
     __device__ __forceinline__ void fill() {
-        for (int i = 1; i < plan_.stages; i++) push();
+        for (int i = 1; i < plan_->stages; i++) push();
     }
     __device__ __forceinline__ const uint8_t *front() { return ring_.front(); }
     __device__ __forceinline__ void pop() {
@@ -163,55 +232,36 @@ template <class Ring> class TileStream {
 
   private:
     __device__ __forceinline__ void push() {
-        if (Ring::kOneLane) {
-            if (lane_ != 0 || walk_.done()) return;
-            ring_.push(walk_.tiles);
-        } else {
-            __syncwarp();
-            if (walk_.done()) return;
-            ring_.push(walk_.tiles);
-            __syncwarp();
-            if (lane_ != 0) return;
-        }
-        walk_.next(share_, plan_, warp_);
+        __syncwarp();
+        if (walk_.done()) return;
+        ring_.push(walk_.tiles);
+        __syncwarp();
+        if (lane_ == 0) walk_.next(*share_, *plan_, warp_);
     }
 
-    Ring &ring_;
+    Ring ring_;
     TileWalk &walk_;
-    const Share &share_;
-    const ProductPlan &plan_;
+    const Share *share_;
+    const ProductPlan *plan_;
     int warp_, lane_;
 };
 
 /*------   How a unit is multiplied   ------*/
 
-/* Where a unit's activations and weights are. */
-template <class Stream, class Fragments> struct Unit {
-    Stream &stream;
-    const MatrixView &matrix;
+/* What the units of a round have in common. */
+template <class Fragments> struct Round {
     const Share &share;
-    const ProductPlan &plan;
+    const MatrixView &matrix;
+    int first_pair, first_slice, slices; /* of the matrix; slices of the chunk */
     const Fragments &activations;
+    const float *factors;
     const ByteTables &tables;
-    int pair, tile, tile_end; /* of the matrix */
-    int place;                /* first column in the chunk */
-    int lane;
-
-    /* Calls multiply(first tile, second tile, their place, first column in the chunk) for each pair of tiles. */
-    template <class Multiply> __device__ __forceinline__ void for_tiles(Multiply multiply) const {
-        const int tiles = tile_end - tile, of_slot = tiles_of_slot(plan, matrix);
-        for (int first = 0; first < tiles; first += of_slot) {
-            const int count = min(of_slot, tiles - first);
-            const uint8_t *slot = stream.front();
-            for (int i = 0; i < count; i++) {
-                const TilePlace where{matrix, kPairRows * pair, kTileColumns * (tile + first + i), share.O, share.I};
-                const TileSlots slots{slot + i * matrix.tile_bytes, count * matrix.tile_bytes};
-                multiply(slots, where, place + kTileColumns * (first + i));
-            }
-            stream.pop();
-        }
-    }
+    int slot_tiles, lane;
 };
+
+template <class Scheme, class Half, class Tiles>
+__device__ __forceinline__ void multiply_units(Tiles &stream, const Round<typename Scheme::Fragments> &round,
+                                               const UnitRange &range, float *partials);
 
 /* Activations as two fp16 parts, any format. */
 template <class Path, int ROWS> struct HalfScheme {
@@ -220,51 +270,49 @@ template <class Path, int ROWS> struct HalfScheme {
     using Fragments = HalfFragments<kValues>;
     struct Sums {
         float of[2][2][kValues] = {};
-        float unit = 1.0f;
     };
 
-    static __device__ __forceinline__ void prepare(const FloatRows &x, int row, int s, int slice, int place,
-                                                   const SplitRows &split, int lane) {
-        split_slice(x, row, s, slice, place, split, lane);
+    static __device__ __forceinline__ void prepare(const SliceValues &values, int s, int place, const SplitRows &split,
+                                                   int lane) {
+        split_slice(values, s, place, split, lane);
     }
-    template <class Half, class Stream>
-    static __device__ __forceinline__ void multiply_as(const Unit<Stream, Fragments> &unit, Sums &sums) {
-        unit.for_tiles([&](const TileSlots &slots, const TilePlace &where, int column) {
-            multiply_tiles<Half, Path, kValues>(slots, where, unit.activations, column, unit.tables, unit.lane, sums.of);
-        });
-        sums.unit = Half::kUnit;
+    /* sums += two tiles, whose columns begin at `column` of the chunk, times the activations. */
+    template <class Half>
+    static __device__ __forceinline__ void multiply(const TileSlots &slots, const TilePlace &where, const Fragments &x,
+                                                    int column, const ByteTables &tables, int lane, Sums &sums) {
+        multiply_tiles<Half, Path, kValues>(slots, where, x, column, tables, lane, sums.of);
     }
-    template <class Stream>
-    static __device__ __forceinline__ void multiply(const Unit<Stream, Fragments> &unit, Sums &sums) {
-        switch (unit.matrix.kind) {
+    template <class Half> static __device__ constexpr float unit() { return Half::kUnit; }
+    /* multiply_units with the decoder of the kind. */
+    template <class... Args> static __device__ __forceinline__ void multiply_kind(TileKind kind, Args &&...args) {
+        switch (kind) {
         case TileKind::kE8:
         case TileKind::kE8AnyCodebook:
-            return multiply_as<E8Half>(unit, sums);
+            return multiply_units<HalfScheme, E8Half>(args...);
         case TileKind::kInt4:
-            return multiply_as<Int4Half>(unit, sums);
+            return multiply_units<HalfScheme, Int4Half>(args...);
         case TileKind::kInt4Groups32:
-            return multiply_as<Int4GroupedHalf<1>>(unit, sums);
+            return multiply_units<HalfScheme, Int4GroupedHalf<1>>(args...);
         case TileKind::kInt4Groups:
-            return multiply_as<Int4GroupedHalf<2>>(unit, sums);
+            return multiply_units<HalfScheme, Int4GroupedHalf<2>>(args...);
         case TileKind::kInt4AnyGroups:
-            return multiply_as<Int4AnyGroupHalf>(unit, sums);
+            return multiply_units<HalfScheme, Int4AnyGroupHalf>(args...);
         case TileKind::kInt8:
-            return multiply_as<Int8Half>(unit, sums);
+            return multiply_units<HalfScheme, Int8Half>(args...);
         case TileKind::kInt2:
-            return multiply_as<Int2Half>(unit, sums);
+            return multiply_units<HalfScheme, Int2Half>(args...);
         case TileKind::kMxfp4:
-            return multiply_as<Mxfp4Half>(unit, sums);
+            return multiply_units<HalfScheme, Mxfp4Half>(args...);
         case TileKind::kFp8:
-            return multiply_as<Fp8Half>(unit, sums);
+            return multiply_units<HalfScheme, Fp8Half>(args...);
         case TileKind::kFp8Table:
-            return multiply_as<Fp8TableHalf>(unit, sums);
+            return multiply_units<HalfScheme, Fp8TableHalf>(args...);
         case TileKind::kF32:
-            return multiply_as<F32Half>(unit, sums);
+            return multiply_units<HalfScheme, F32Half>(args...);
         }
     }
-    /* Activation row of a lane's value k, and the value for tile m, row g + 8 r, to be multiplied with unit(). */
+    /* Activation row of a lane's value k, and the value for tile m, row g + 8 r. */
     static __device__ __forceinline__ int row(int k, int lane) { return 4 * k + lane % 4; }
-    static __device__ __forceinline__ float unit(const Sums &sums) { return sums.unit; }
     static __device__ __forceinline__ float value(const Sums &sums, int m, int r, int k, int) { return sums.of[m][r][k]; }
 };
 
@@ -276,39 +324,35 @@ template <int ROWS, bool ROLLED> struct LimbScheme {
     static constexpr int kValues = Columns::kValues;
     struct Sums {
         float of[2][2][Columns::kTiles][2] = {};
-        float unit = 1.0f;
     };
 
-    static __device__ __forceinline__ void prepare(const FloatRows &x, int row, int s, int slice, int place,
-                                                   const SplitRows &split, int lane) {
-        cut_slice(x, row, s, slice, place, split, lane);
+    static __device__ __forceinline__ void prepare(const SliceValues &values, int s, int place, const SplitRows &split,
+                                                   int lane) {
+        cut_slice(values, s, place, split, lane);
     }
-    template <class Half, class Stream>
-    static __device__ __forceinline__ void multiply_as(const Unit<Stream, Fragments> &unit, Sums &sums) {
-        unit.for_tiles([&](const TileSlots &slots, const TilePlace &where, int column) {
-            multiply_bytes<Half, ROWS, ROLLED>(slots, where, unit.activations, column, unit.tables, unit.lane, sums.of);
-        });
-        sums.unit = Half::kByteUnit;
+    template <class Half>
+    static __device__ __forceinline__ void multiply(const TileSlots &slots, const TilePlace &where, const Fragments &x,
+                                                    int column, const ByteTables &tables, int lane, Sums &sums) {
+        multiply_bytes<Half, ROWS, ROLLED>(slots, where, x, column, tables, lane, sums.of);
     }
-    template <class Stream>
-    static __device__ __forceinline__ void multiply(const Unit<Stream, Fragments> &unit, Sums &sums) {
-        switch (unit.matrix.kind) {
+    template <class Half> static __device__ constexpr float unit() { return Half::kByteUnit; }
+    template <class... Args> static __device__ __forceinline__ void multiply_kind(TileKind kind, Args &&...args) {
+        switch (kind) {
         case TileKind::kInt8:
-            return multiply_as<Int8Half>(unit, sums);
+            return multiply_units<LimbScheme, Int8Half>(args...);
         case TileKind::kInt4:
-            return multiply_as<Int4Half>(unit, sums);
+            return multiply_units<LimbScheme, Int4Half>(args...);
         case TileKind::kInt4Groups32:
-            return multiply_as<Int4GroupedHalf<1>>(unit, sums);
+            return multiply_units<LimbScheme, Int4GroupedHalf<1>>(args...);
         case TileKind::kInt4Groups:
-            return multiply_as<Int4GroupedHalf<2>>(unit, sums);
+            return multiply_units<LimbScheme, Int4GroupedHalf<2>>(args...);
         case TileKind::kInt2:
-            return multiply_as<Int2Half>(unit, sums);
+            return multiply_units<LimbScheme, Int2Half>(args...);
         default:
-            return multiply_as<E8Half>(unit, sums);
+            return multiply_units<LimbScheme, E8Half>(args...);
         }
     }
     static __device__ __forceinline__ int row(int k, int lane) { return Columns::row(k, lane); }
-    static __device__ __forceinline__ float unit(const Sums &sums) { return sums.unit; }
     static __device__ __forceinline__ float value(const Sums &sums, int m, int r, int k, int lane) {
         return Columns::join(sums.of[m][r], k, lane);
     }
@@ -316,13 +360,13 @@ template <int ROWS, bool ROLLED> struct LimbScheme {
 
 /* The sums of a unit to its place in the partials, [rows][32]. */
 template <class Scheme>
-__device__ __forceinline__ void store_partials(const typename Scheme::Sums &sums, const float *factors, int rows, int lane,
-                                               float *partials) {
+__device__ __forceinline__ void store_partials(const typename Scheme::Sums &sums, const float *factors, float unit,
+                                               int rows, int lane, float *partials) {
     const int g = lane / 4;
 #pragma unroll
     for (int k = 0; k < Scheme::kValues; k++) {
         const int s = Scheme::row(k, lane);
-        const float factor = s < rows ? factors[s] * Scheme::unit(sums) : 0.0f;
+        const float factor = s < rows ? factors[s] * unit : 0.0f;
 #pragma unroll
         for (int m = 0; m < 2; m++) {
 #pragma unroll
@@ -334,9 +378,10 @@ __device__ __forceinline__ void store_partials(const typename Scheme::Sums &sums
     }
 }
 
-/* totals [pairs][rows][32] of a round, each of its outputs slice after slice. */
-__device__ inline void add_partials(const float *partials, float *totals, int pairs, int slices, int rows, bool first) {
-    for (int i = threadIdx.x; i < pairs * rows * kPairRows; i += blockDim.x) {
+/* totals [pairs][rows][32] of a round, each of its outputs slice after slice; by `threads` threads. */
+__device__ inline void add_partials(const float *partials, float *totals, int pairs, int slices, int rows, bool first,
+                                    int threads) {
+    for (int i = threadIdx.x; i < pairs * rows * kPairRows; i += threads) {
         const int line = i / kPairRows, pair = rows == 1 ? line : line / rows, stride = rows * kPairRows;
         const float *of_output = partials + (pair * (slices - 1)) * stride + i;
         float total = first ? 0.0f : totals[i];
@@ -346,48 +391,69 @@ __device__ inline void add_partials(const float *partials, float *totals, int pa
     }
 }
 
+/* A warp's units of a round, one after the other; their sums go to `partials`. */
+template <class Scheme, class Half, class Tiles>
+__device__ __forceinline__ void multiply_units(Tiles &stream, const Round<typename Scheme::Fragments> &round,
+                                               const UnitRange &range, float *partials) {
+    const Share &share = round.share;
+    int pair = range.begin / round.slices, slice = range.begin - pair * round.slices;
+    for (int unit = range.begin; unit < range.end; unit++) {
+        const int tile = kSliceTiles * (round.first_slice + slice), tiles = min(kSliceTiles, share.tiles - tile);
+        typename Scheme::Sums sums;
+        for (int done = 0; done < tiles; done += round.slot_tiles) {
+            const int count = min(round.slot_tiles, tiles - done), row = kPairRows * (round.first_pair + pair);
+            const uint8_t *slot = stream.front();
+#pragma unroll 1
+            for (int i = 0; i < count; i++) {
+                const TilePlace where{round.matrix, row, kTileColumns * (tile + done + i), share.O, share.I};
+                const TileSlots slots{slot + i * round.matrix.tile_bytes, count * round.matrix.tile_bytes};
+                Scheme::template multiply<Half>(slots, where, round.activations,
+                                                kSliceColumns * slice + kTileColumns * (done + i), round.tables, round.lane,
+                                                sums);
+            }
+            stream.pop();
+        }
+        store_partials<Scheme>(sums, round.factors + slice * kMaxPassRows, Scheme::template unit<Half>(), share.rows,
+                               round.lane, partials);
+        partials += share.rows * kPairRows;
+        if (++slice == round.slices) slice = 0, pair++;
+    }
+}
+
 /* All products of the share into memory.totals; a barrier must follow before they are read. split_chunk(first, count) puts
- * slices first ... into memory.activations, called by all threads; the last ones were read before the last round's barrier.
- */
-template <class Scheme, class Stream, class SplitChunk>
-__device__ void multiply_share(Stream &stream, const Share &share, const ProductPlan &plan, const ProductMemory &memory,
-                               const ByteTables &tables, SplitChunk split_chunk) {
+ * slices first ... into memory.activations, called by all threads that multiply; the last ones were read before the last
+ * round's barrier. */
+template <class Scheme, class Team, class Tiles, class SplitChunk>
+__device__ __forceinline__ void multiply_share(const Team &team, Tiles &stream, const Share &share, const ProductPlan &plan,
+                                               const ProductMemory &memory, const ByteTables &tables,
+                                               SplitChunk split_chunk) {
     const int warp = warp_of_block(), lane = threadIdx.x % kWarp, slices = coli_ceil_div(share.tiles, kSliceTiles);
     const typename Scheme::Fragments fragments(memory.activations, share.rows, lane);
     int buffer = 0; /* offset of the partials that this round fills */
     for (int first = 0; first < slices; first += plan.chunk_slices) {
         const int count = min(plan.chunk_slices, slices - first);
         split_chunk(first, count);
-        __syncthreads();
+        team.sync();
         for (int matrix = 0; matrix < share.matrix_count; matrix++) {
+            const MatrixView &view = share.matrix(matrix);
             for (int pair = 0; pair < share.pairs; pair += plan.round_pairs) {
                 const int pairs = min(plan.round_pairs, share.pairs - pair);
                 const UnitRange range = units_of_warp(pairs * count, warp, plan.warps);
-                float *partials = memory.partials + buffer + range.begin * share.rows * kPairRows;
-                int of_round = range.begin / count, slice = range.begin - of_round * count;
-                for (int unit = range.begin; unit < range.end; unit++) {
-                    const int tile = kSliceTiles * (first + slice), tile_end = min(tile + kSliceTiles, share.tiles);
-                    const Unit<Stream, typename Scheme::Fragments> work{stream,
-                                                                        share.matrix(matrix),
-                                                                        share,
-                                                                        plan,
-                                                                        fragments,
-                                                                        tables,
-                                                                        share.first_pair + pair + of_round,
-                                                                        tile,
-                                                                        tile_end,
-                                                                        kSliceColumns * slice,
-                                                                        lane};
-                    typename Scheme::Sums sums;
-                    Scheme::multiply(work, sums);
-                    store_partials<Scheme>(sums, memory.activations.factors + slice * kMaxPassRows, share.rows, lane,
-                                           partials);
-                    partials += share.rows * kPairRows;
-                    if (++slice == count) slice = 0, of_round++;
-                }
-                __syncthreads();
+                float *partials = memory.partials + buffer;
+                const Round<typename Scheme::Fragments> round{share,
+                                                              view,
+                                                              share.first_pair + pair,
+                                                              first,
+                                                              count,
+                                                              fragments,
+                                                              memory.activations.factors,
+                                                              tables,
+                                                              tiles_of_slot(plan, view),
+                                                              lane};
+                Scheme::multiply_kind(view.kind, stream, round, range, partials + range.begin * share.rows * kPairRows);
+                team.sync();
                 const int place = (matrix * share.pairs + pair) * share.rows * kPairRows;
-                add_partials(memory.partials + buffer, memory.totals + place, pairs, count, share.rows, first == 0);
+                add_partials(partials, memory.totals + place, pairs, count, share.rows, first == 0, team.count);
                 buffer = plan.partials_floats - buffer;
             }
         }

@@ -1,10 +1,12 @@
 /* kernels/ring.cuh - a warp's own queue of weight tiles on their way from device memory to shared memory.
  *
- * A slot holds one tile of each of two strips. Warps share nothing, so none waits for another's tiles. Three ways to fill a
- * slot: the copy engine (Hopper and later), asynchronous copies by the threads (Ampere and later), plain loads. */
+ * A slot holds tiles of two strips. Warps share nothing, so none waits for another's tiles. Three ways to fill a slot: the
+ * copy engine (Hopper and later), which another warp tells what to copy; asynchronous copies by the threads (Ampere and
+ * later); plain loads. */
 #ifndef COLI_CUDA_KERNELS_RING_CUH
 #define COLI_CUDA_KERNELS_RING_CUH
 
+#include "../ptx/barrier.cuh"
 #include "../ptx/copy.cuh"
 #include "tiles.cuh"
 
@@ -16,53 +18,84 @@ struct TilePair {
     int bytes;
 };
 
-/* Where a warp's slots lie; `barriers` has one for each slot, and only the copy engine uses it. */
+/* Where a warp's slots lie. Only the copy engine uses the barriers: of each slot one for being filled, then of each one for
+ * being emptied. */
 struct RingMemory {
     uint8_t *slots;
     uint64_t *barriers;
     int slot_bytes, stages;
 };
 
-class BulkRing {
+/* A slot of a ring that the copy engine fills, and how often the ring went round. */
+class RingPosition {
   public:
-    static constexpr bool kOneLane = true; /* push is lane 0's alone */
-
-    __device__ BulkRing(const RingMemory &memory, int lane) : memory_(memory) {
-        if (lane == 0) {
-            for (int i = 0; i < memory.stages; i++) barrier_init(memory.barriers + i, 1);
-            barrier_init_fence();
-        } /* a barrier of the block follows before others wait on them */
-    }
-    /* Fills the next slot; at most `stages` are filled and not released. */
-    __device__ __forceinline__ void push(const TilePair &tiles) {
-        uint8_t *slot = memory_.slots + head_ * memory_.slot_bytes;
-        uint64_t *barrier = memory_.barriers + head_;
-        barrier_expect(barrier, 2 * tiles.bytes);
-        copy_bulk(slot, tiles.first, tiles.bytes, barrier);
-        copy_bulk(slot + tiles.bytes, tiles.second, tiles.bytes, barrier);
-        head_ = head_ + 1 == memory_.stages ? 0 : head_ + 1;
-    }
-    /* The oldest slot, filled. */
-    __device__ __forceinline__ const uint8_t *front() {
-        barrier_wait(memory_.barriers + tail_, phase_);
-        return memory_.slots + tail_ * memory_.slot_bytes;
-    }
-    /* The oldest slot was read and may be filled again. */
-    __device__ __forceinline__ void pop() {
-        __syncwarp();
-        if (++tail_ == memory_.stages) tail_ = 0, phase_ ^= 1;
+    __device__ explicit RingPosition(const RingMemory &memory) : memory_(memory) {}
+    __device__ __forceinline__ uint8_t *slot() const { return memory_.slots + index_ * memory_.slot_bytes; }
+    __device__ __forceinline__ uint64_t *filled() const { return memory_.barriers + index_; }
+    __device__ __forceinline__ uint64_t *emptied() const { return memory_.barriers + memory_.stages + index_; }
+    __device__ __forceinline__ unsigned phase() const { return phase_; }
+    __device__ __forceinline__ void advance() {
+        if (++index_ == memory_.stages) index_ = 0, phase_ ^= 1;
     }
 
   private:
     RingMemory memory_;
-    int head_ = 0, tail_ = 0;
+    int index_ = 0;
     unsigned phase_ = 0;
 };
 
+/* The end of a ring that one lane of another warp fills. */
+class RingFeeder {
+  public:
+    __device__ explicit RingFeeder(const RingMemory &memory) : position_(memory) {}
+    /* Before anybody uses the ring; a barrier of the block must follow. */
+    __device__ static void init(const RingMemory &memory) {
+        for (int i = 0; i < memory.stages; i++) {
+            barrier_init(memory.barriers + i, 1);
+            barrier_init(memory.barriers + memory.stages + i, 1);
+        }
+        barrier_init_fence();
+    }
+    /* Whether the next slot is free. */
+    __device__ __forceinline__ bool ready() const { return barrier_done(position_.emptied(), position_.phase() ^ 1); }
+    __device__ __forceinline__ void push(const TilePair &tiles) {
+        barrier_expect(position_.filled(), 2 * tiles.bytes);
+        copy_bulk(position_.slot(), tiles.first, tiles.bytes, position_.filled());
+        copy_bulk(position_.slot() + tiles.bytes, tiles.second, tiles.bytes, position_.filled());
+        position_.advance();
+    }
+
+  private:
+    RingPosition position_;
+};
+
+/* The warp's end of it. */
+class FedRing {
+  public:
+    __device__ FedRing(const RingMemory &memory, int lane) : position_(memory), lane_(lane) {}
+    /* The oldest slot, filled. */
+    __device__ __forceinline__ const uint8_t *front() const {
+        barrier_wait(position_.filled(), position_.phase());
+        return position_.slot();
+    }
+    /* The oldest slot was read and may be filled again. */
+    __device__ __forceinline__ void pop() {
+        __syncwarp();
+        if (lane_ == 0) barrier_arrive(position_.emptied());
+        position_.advance();
+    }
+
+  private:
+    RingPosition position_;
+    int lane_;
+};
+
+/* Rings that their own warp fills have the same front and pop, and
+ *
+ *     push(tiles)     fills the next slot; at most `stages` are filled and not released */
+
 class AsyncRing {
   public:
-    static constexpr bool kOneLane = false;
-
     __device__ AsyncRing(const RingMemory &memory, int lane) : memory_(memory), lane_(lane) {}
     __device__ __forceinline__ void push(const TilePair &tiles) {
         uint8_t *slot = memory_.slots + head_ * memory_.slot_bytes;
@@ -96,8 +129,6 @@ class AsyncRing {
 
 class PlainRing {
   public:
-    static constexpr bool kOneLane = false;
-
     __device__ PlainRing(const RingMemory &memory, int lane) : memory_(memory), lane_(lane) {}
     __device__ __forceinline__ void push(const TilePair &tiles) {
         uint8_t *slot = memory_.slots + head_ * memory_.slot_bytes;

@@ -1,4 +1,4 @@
-/* kernels/rotate.cuh - one thread block rotates one piece of a row.
+/* kernels/rotate.cuh - a thread block rotates one piece of a row, or several whole rows.
  *
  * A rotation block of n <= 8192 is one piece: it is transformed in shared memory. A larger one is m = n / 8192 pieces,
  * since H_n = H_m (x) H_8192: piece k is the transform of sum_j +-x[8192 j + i] with the signs of row k of H_m, which its
@@ -26,15 +26,23 @@ __device__ inline RotationPiece rotation_piece(int dim, int piece) {
     }
 }
 
-/* Stages of the transform whose strides are stride, 2 stride ... RADIX / 2 stride, on elements 0 ... size - 1. A thread
- * reads and writes the same RADIX elements at a time, so load and store may be of one place. */
-template <int RADIX, class Load, class Store>
-__device__ __forceinline__ void transform_pass(int size, int stride, Load load, Store store) {
-    for (int i = threadIdx.x; i < size / RADIX; i += blockDim.x) {
-        const int first = (i & ~(stride - 1)) * RADIX + (i & (stride - 1));
+/* All threads of a block, as a team that transforms. */
+struct WholeBlock {
+    int count = blockDim.x;
+    __device__ __forceinline__ void sync() const { __syncthreads(); }
+};
+
+/* Stages of the transform whose strides are stride, 2 stride ... RADIX / 2 stride, on elements 0 ... size - 1 of `rows`
+ * rows. A thread reads and writes the same RADIX elements at a time, so load and store may be of one place. */
+template <int RADIX, class Team, class Load, class Store>
+__device__ __forceinline__ void transform_pass(const Team &team, int rows, int size, int stride, Load load, Store store) {
+    const int items = size / RADIX, shift = 31 - __clz(items); /* of a row, a power of two */
+    for (int i = threadIdx.x; i < rows * items; i += team.count) {
+        const int row = i >> shift, item = i & (items - 1);
+        const int first = (item & ~(stride - 1)) * RADIX + (item & (stride - 1));
         float v[RADIX];
 #pragma unroll
-        for (int j = 0; j < RADIX; j++) v[j] = load(first + j * stride);
+        for (int j = 0; j < RADIX; j++) v[j] = load(row, first + j * stride);
 #pragma unroll
         for (int distance = 1; distance < RADIX; distance *= 2) {
 #pragma unroll
@@ -46,29 +54,50 @@ __device__ __forceinline__ void transform_pass(int size, int stride, Load load, 
             }
         }
 #pragma unroll
-        for (int j = 0; j < RADIX; j++) store(first + j * stride, v[j]);
+        for (int j = 0; j < RADIX; j++) store(row, first + j * stride, v[j]);
     }
 }
 
-/* The radix by which passes of 8 remain. */
-template <class Load, class Store> __device__ void first_pass(int size, Load load, Store store) {
-    switch ((31 - __clz(size)) % 3) {
-    case 1:
-        return transform_pass<2>(size, 1, load, store);
-    case 2:
-        return transform_pass<4>(size, 1, load, store);
-    default:
-        return size == 1 ? transform_pass<1>(1, 1, load, store) : transform_pass<8>(size, 1, load, store);
+/* Transforms `rows` rows of `size` elements, load(row, element) being where they come from, store(row, element, value)
+ * where they go, buffer[row * pitch + element] where they are meanwhile. By all threads of the team, and a barrier must
+ * follow. */
+template <class Team, class Load, class Store>
+__device__ __forceinline__ void transform_rows(const Team &team, int rows, int size, float *buffer, int pitch, Load load,
+                                               Store store) {
+    const auto load_buffer = [&](int row, int i) { return buffer[row * pitch + i]; };
+    const auto store_buffer = [&](int row, int i, float value) { buffer[row * pitch + i] = value; };
+    /* the first pass leaves passes of 8 */
+    const int odd_stages = (31 - __clz(size)) % 3;
+    int stride = 1 << odd_stages;
+    if (size < 8) {
+        if (size == 1) return transform_pass<1>(team, rows, size, 1, load, store);
+        return size == 2 ? transform_pass<2>(team, rows, size, 1, load, store)
+                         : transform_pass<4>(team, rows, size, 1, load, store);
     }
+    if (odd_stages == 0) {
+        stride = 8;
+        if (size == 8) return transform_pass<8>(team, rows, size, 1, load, store);
+        transform_pass<8>(team, rows, size, 1, load, store_buffer);
+    } else if (odd_stages == 1) {
+        transform_pass<2>(team, rows, size, 1, load, store_buffer);
+    } else {
+        transform_pass<4>(team, rows, size, 1, load, store_buffer);
+    }
+    for (; 8 * stride < size; stride *= 8) {
+        team.sync();
+        transform_pass<8>(team, rows, size, stride, load_buffer, store_buffer);
+    }
+    team.sync();
+    transform_pass<8>(team, rows, size, stride, load_buffer, store);
 }
 
-/* Called by all threads of the block; `buffer` holds piece.size floats of shared memory. The next call may follow after a
- * barrier, and if y is in shared memory a barrier must come before it is read. */
+/* One piece of a row, by a whole block; `buffer` holds piece.size floats of shared memory. The next call may follow after a
+ * barrier. */
 __device__ inline void rotate_piece(const float *x, float *y, const RotationPiece &piece, bool inverse,
                                     const uint8_t *signs, float *buffer) {
-    const int parts = piece.n / piece.size, odd_stages = (31 - __clz(piece.size)) % 3;
+    const int parts = piece.n / piece.size;
     const float scale = 1.0f / sqrtf(static_cast<float>(piece.n));
-    const auto load_signed = [&](int i) {
+    const auto load_signed = [&](int, int i) {
         float sum = 0.0f;
         for (int j = 0; j < parts; j++) {
             const int element = j * piece.size + i;
@@ -79,30 +108,34 @@ __device__ inline void rotate_piece(const float *x, float *y, const RotationPiec
         }
         return sum;
     };
-    const auto store_scaled = [&](int i, float value) {
+    const auto store_scaled = [&](int, int i, float value) {
         const int element = piece.index * piece.size + i;
         value *= scale;
         y[piece.offset + element] = inverse && coli_sign(signs, piece.n, element) ? -value : value;
     };
-    const auto load = [&](int i) { return buffer[i]; };
-    const auto store = [&](int i, float value) { buffer[i] = value; };
-
-    int stride = odd_stages ? 1 << odd_stages : 8;
-    if (stride >= piece.size) return first_pass(piece.size, load_signed, store_scaled);
-    first_pass(piece.size, load_signed, store);
-    for (; 8 * stride < piece.size; stride *= 8) {
-        __syncthreads();
-        transform_pass<8>(piece.size, stride, load, store);
-    }
-    __syncthreads();
-    transform_pass<8>(piece.size, stride, load, store_scaled);
+    transform_rows(WholeBlock{}, 1, piece.size, buffer, 0, load_signed, store_scaled);
 }
 
-/* A whole row of blocks of at most kRotationPiece elements, into shared memory. */
-__device__ inline void rotate_row(const float *x, float *y, int dim, const uint8_t *signs) {
+/* Copies the table of signs as far as rotations of `dim` columns look into it, at most dim / 4 + 1 bytes. */
+template <class Team> __device__ inline void load_signs(const Team &team, int dim, const uint8_t *table, uint8_t *signs) {
+    const int bytes = dim / 4 + 1;
+    for (int i = threadIdx.x; i < bytes; i += team.count) signs[i] = table[i];
+}
+
+/* Whole rows in shared memory, of blocks of at most kRotationPiece elements, in place; a barrier before and after. */
+template <class Team>
+__device__ inline void rotate_rows(const Team &team, float *rows, int count, int dim, const uint8_t *signs) {
     for (int offset = 0; offset < dim;) {
         const int n = coli_rotation_block(dim - offset);
-        rotate_piece(x, y, {offset, n, n, 0}, false, signs, y + offset);
+        const float scale = 1.0f / sqrtf(static_cast<float>(n));
+        float *block = rows + offset;
+        transform_rows(
+            team, count, n, block, dim,
+            [&](int row, int i) {
+                const float value = block[row * dim + i];
+                return coli_sign(signs, n, i) ? -value : value;
+            },
+            [&](int row, int i, float value) { block[row * dim + i] = value * scale; });
         offset += n;
     }
 }

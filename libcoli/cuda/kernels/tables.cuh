@@ -39,9 +39,10 @@ __device__ inline void spread_codebook(uint2 *copies, const DeviceTables &tables
     }
 }
 
-__device__ inline void spread_codebook(uint32_t *copies, const DeviceTables &tables) {
+/* The bytes themselves, by the first `threads` threads of a block; a barrier must follow. */
+__device__ inline void spread_codebook(uint32_t *copies, const DeviceTables &tables, int threads) {
     constexpr int kQuads = kCodebookStride / 16;
-    for (int entry = threadIdx.x; entry < 256; entry += blockDim.x) {
+    for (int entry = threadIdx.x; entry < 256; entry += threads) {
         const uint32_t bytes = tables.codebook[entry];
         uint4 *quads = reinterpret_cast<uint4 *>(copies) + kQuads * entry;
 #pragma unroll
