@@ -28,6 +28,11 @@ coli_status coli_expert_check(const coli_matrix *gate, const coli_matrix *up, co
     return COLI_OK;
 }
 
+const char *coli_expert_why_two_inputs(const coli_matrix *gate, const coli_matrix *up) {
+    if (coli_matrix_rotated(gate) == coli_matrix_rotated(up)) return NULL;
+    return "its gate and up matrices need different inputs: one is stored rotated, the other is not";
+}
+
 /* gate = silu(gate) * up */
 static void silu_multiply(float *gate, const float *up, size_t S, int H) {
     int team = coli_team(S, (size_t)H * 16);
@@ -60,6 +65,8 @@ coli_status coli_expert_compute(const coli_matrix *gate, const coli_matrix *up, 
 coli_status coli_expert_mlp(const coli_matrix *gate, const coli_matrix *up, const coli_matrix *down, const float *x,
                             size_t S, float *y) {
     FORWARD_ERROR(coli_expert_check(gate, up, down, coli_matrix_check));
+    const char *two_inputs = coli_expert_why_two_inputs(gate, up);
+    RETURN_ERROR_IF(two_inputs, COLI_E_ARGUMENT, "one x does not serve the expert: %s", two_inputs);
     if (S == 0) return COLI_OK;
     RETURN_ERROR_IF(!x || !y, COLI_E_ARGUMENT, "%s, [%zu, %d], is NULL", x ? "y" : "x", S, gate->columns);
     FORWARD_ERROR(coli_check_rows("x", S, gate->columns));

@@ -9,8 +9,6 @@
 #include "backend.h"
 #include "moe.h"
 
-#define MOE_WHY_BYTES 512
-
 /* An expert with the rows that a call gives it. */
 typedef struct moe_share {
     int number;
@@ -42,7 +40,7 @@ typedef struct moe_job {
     int *tokens;              /* [rows] */
     float *weights;           /* [rows] */
     coli_thread thread;
-    char why[MOE_WHY_BYTES]; /* the last failure; "" for none */
+    char why[COLI_WHY_BYTES]; /* the last failure; "" for none */
 } moe_job;
 
 /* A row that an expert gave. */

@@ -148,21 +148,16 @@ static int run_group(moe_job *j, int first, int count) {
     return 0;
 }
 
-/* No path takes the rows, and none has failed on them: the CPU does not take over without a reason. */
-static void explain_no_single(moe_job *j, const moe_share *s) {
-    const coli_expert *m = &s->expert->matrices;
-    const char *lacks = coli_backend_why_not_expert(j->backend, "expert_mlp", &m->gate, &m->up, &m->down);
-    if (!j->why[0]) snprintf(j->why, sizeof j->why, "%s", lacks ? lacks : "it has more rows than a GPU call takes");
-}
-
 static void run_single(moe_job *j, int index) {
     moe_share *s = &j->shares[index];
-    ColiCudaTensor *t[3];
-    for (int k = 0; k < 3; k++) t[k] = coli_placed_tensor(s->expert->placed[k]);
-    if (!s->expert->can[COLI_MOE_SINGLE] || s->rows > INT_MAX) {
-        explain_no_single(j, s);
+    const coli_expert *m = &s->expert->matrices;
+    const char *lacks = coli_backend_why_not_expert_mlp(j->backend, &m->gate, &m->up, &m->down, s->rows);
+    if (lacks) { /* where nothing has failed on the rows, the CPU does not take over without a reason */
+        if (!j->why[0]) snprintf(j->why, sizeof j->why, "%s", lacks);
         return;
     }
+    ColiCudaTensor *t[3];
+    for (int k = 0; k < 3; k++) t[k] = coli_placed_tensor(s->expert->placed[k]);
     if (j->backend->call.expert_mlp(t[0], t[1], t[2], s->y, s->x, (int)s->rows))
         mark_done(j, index, 1, s->y, COLI_MOE_SINGLE);
     else

@@ -108,7 +108,7 @@ size_t moe_expert_bytes(const coli_expert *expert) {
 }
 
 int moe_needs_two_inputs(const coli_expert *expert) {
-    return coli_matrix_rotated(&expert->gate) != coli_matrix_rotated(&expert->up);
+    return coli_expert_why_two_inputs(&expert->gate, &expert->up) != NULL;
 }
 
 static void take_pointers(coli_matrix *matrix, const coli_matrix *given) {

@@ -80,7 +80,7 @@ static candidate *list_candidates(coli_moe *const *layers, int layer_count, int 
 typedef struct room {
     int device;
     size_t left;
-    char why_none[512]; /* why it is not known what is free; "" where it is */
+    char why_none[COLI_WHY_BYTES - 256]; /* why it is not known what is free; "" where it is */
 } room;
 
 static const coli_matrix *matrix_of(const coli_expert *expert, int i) {
@@ -91,10 +91,13 @@ static const coli_matrix *matrix_of(const coli_expert *expert, int i) {
 /* Device memory that an expert is going to take. */
 static size_t expected_bytes(const coli_backend *backend, const coli_expert *expert) {
     size_t sum = 0;
+    coli_access access = coli_backend_access(backend);
+    coli_backend_lock(access);
     for (int i = 0; i < 3; i++) {
         size_t bytes = coli_matrix_bytes(matrix_of(expert, i));
         sum += backend->call.alloc_footprint ? backend->call.alloc_footprint(bytes) : bytes;
     }
+    coli_backend_unlock(access);
     return sum;
 }
 
@@ -159,10 +162,6 @@ static int find_paths(moe_expert *expert, const coli_backend *backend, const cha
     static const char *const features[] = {"issue_take", "expert_group", "expert_mlp"}; /* in the order of coli_moe_path */
     const coli_expert *m = &expert->matrices;
     int any = 0;
-    if (moe_needs_two_inputs(m)) {
-        *why = "its gate and up matrices need different inputs: one is stored rotated, the other is not";
-        return 0;
-    }
     for (int path = 0; path < COLI_MOE_CPU; path++) {
         const char *lacks = coli_backend_why_not_expert(backend, features[path], &m->gate, &m->up, &m->down);
         expert->can[path] = !lacks;
@@ -203,7 +202,7 @@ static void explain_no_room(const room *rooms, int count, size_t needed, char *w
 static void place_one(const candidate *c, coli_backend *backend, room *rooms, int count) {
     moe_expert *expert = expert_of(c);
     size_t needed = expected_bytes(backend, &expert->matrices);
-    char why[1024];
+    char why[COLI_WHY_BYTES];
     explain_no_room(rooms, count, needed, why, sizeof why);
     const char *lacks = NULL;
     if (!find_paths(expert, backend, &lacks)) {
@@ -322,7 +321,7 @@ static void move_tensors(moe_expert *from, moe_expert *to) {
 /* 1 when `hot` has the place of `cold`; 0 with both on the CPU, or with nothing changed where `hot` has no host copy. */
 static int swap(const candidate *hot, const candidate *cold) {
     moe_expert *comes = expert_of(hot), *leaves = expert_of(cold);
-    char why[1024];
+    char why[COLI_WHY_BYTES];
     if (moe_need_host(hot->layer, hot->number) != COLI_OK) {
         moe_set_why(comes, coli_last_error());
         return 0;

@@ -1,5 +1,4 @@
 /* moe_rows.c - rows on their way to experts and back: rotated once, sorted, packed, summed. */
-#include <limits.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -83,11 +82,9 @@ coli_status coli_expert_fallback(const coli_backend *backend, const coli_expert_
     RETURN_ERROR_IF(S && (!x_gate || !x_up || !y), COLI_E_ARGUMENT, "%s of %zu rows is NULL",
                     x_gate ? (x_up ? "y" : "x_up") : "x_gate", S);
     const char *reason = "there are no tensors of it";
-    char failure[512];
+    char failure[COLI_WHY_BYTES];
     *path = COLI_MOE_SINGLE;
-    if (tensors) reason = coli_backend_why_not_expert(backend, "expert_mlp", &m->gate, &m->up, &m->down);
-    if (!reason && moe_needs_two_inputs(m)) reason = "its gate and up matrices need different inputs";
-    if (!reason && S > INT_MAX) reason = "it has more rows than a GPU call takes";
+    if (tensors) reason = coli_backend_why_not_expert_mlp(backend, &m->gate, &m->up, &m->down, S);
     if (!reason && S) {
         coli_access access = coli_backend_access(backend);
         coli_backend_lock(access);
