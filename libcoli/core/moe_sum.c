@@ -73,10 +73,5 @@ void moe_sum_block(moe_call *c, int begin, int end) {
     const coli_kernels *kernels = coli_kernels_current();
     sort_by_token(c);
     int team = coli_team(S, (size_t)c->layer->D * (1 + (last - first) / S));
-    if (team == 1) {
-        for (size_t s = 0; s < S; s++) sum_token(c, kernels, s, begin == 0);
-        return;
-    }
-    COLI_PARALLEL_FOR(team)
-    for (size_t s = 0; s < S; s++) sum_token(c, kernels, s, begin == 0);
+    COLI_PARALLEL_FOR(team, s, S, sum_token(c, kernels, s, begin == 0));
 }
