@@ -21,13 +21,13 @@ typedef struct moe_share {
     const float *result;   /* y, or memory of the backend; NULL where it is in the sums of its job */
     int done;
     coli_moe_path path; /* that computed it */
-    int failed[COLI_MOE_PATHS];
 } moe_share;
 
 typedef enum moe_job_state { MOE_WAITING, MOE_ISSUED, MOE_ISSUED_SUMS, MOE_ON_THREAD } moe_job_state;
 
 /* The shares of one GPU. */
 typedef struct moe_job {
+    coli_moe *layer;
     moe_share *shares;
     int count;
     size_t rows;
@@ -40,7 +40,6 @@ typedef struct moe_job {
     int *tokens;              /* [rows] */
     float *weights;           /* [rows] */
     coli_thread thread;
-    char why[COLI_WHY_BYTES]; /* the last failure; "" for none */
 } moe_job;
 
 /* A row that an expert gave. */
@@ -71,6 +70,7 @@ typedef struct moe_call {
     moe_result_row *result_rows; /* [pairs of the call]: those of the block, sorted by row of x */
     float *packed;               /* rows for experts, and room for their results */
     float *sum;                  /* [S, D]: y, or memory beside it while a later block may fail */
+    moe_memory index, floats;    /* where all this is */
 } moe_call;
 
 /*------   moe_shares.c   ------*/

@@ -29,10 +29,10 @@ static coli_status recover(moe_call *c, moe_job *j) {
     for (int i = 0; i < j->count; i++) {
         moe_share *s = &j->shares[i];
         if (!s->done) FORWARD_ERROR(compute(c, s));
-        if (s->path != COLI_MOE_CPU) moe_release_host(c->layer, s->number);
-        moe_set_why(s->expert, s->path == COLI_MOE_CPU ? j->why : NULL);
+        if (s->path == COLI_MOE_CPU) continue;
+        moe_release_host(c->layer, s->number);
+        moe_set_why(s->expert, NULL);
     }
-    if (j->why[0]) moe_note_failure(c->layer, j->why);
     return COLI_OK;
 }
 
@@ -44,7 +44,6 @@ static void count_shares(moe_call *c) {
         const moe_share *s = &c->shares[i];
         last->experts[s->path]++;
         last->pairs[s->path] += s->rows;
-        for (int path = 0; path < COLI_MOE_PATHS; path++) last->failed[path] += (uint64_t)s->failed[path];
     }
 }
 
@@ -136,8 +135,8 @@ coli_status coli_moe_forward(coli_moe *layer, const float *x, size_t S, const in
     moe_call c = {.layer = layer, .rows = {.x = x, .S = S, .D = layer->D}, .y = y};
     coli_mutex_lock(&layer->mutex);
     coli_status status = forward(&c, ids, weights, K, shared_weights);
-    moe_trim(&layer->index);
-    moe_trim(&layer->floats);
     coli_mutex_unlock(&layer->mutex);
+    moe_memory_give(c.index);
+    moe_memory_give(c.floats);
     return status;
 }

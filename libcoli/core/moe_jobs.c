@@ -1,7 +1,6 @@
 /* moe_jobs.c - the experts of a call on GPUs, from path to path: issued, in groups, one by one. */
 #include <limits.h>
 #include <stdatomic.h>
-#include <stdio.h>
 #include <string.h>
 
 #include "matrix.h"
@@ -52,9 +51,16 @@ static void mark_done(moe_job *j, int first, int count, const float *results, co
     }
 }
 
-static void mark_failed(moe_job *j, int first, int count, coli_moe_path path, const char *name) {
-    coli_backend_explain(j->backend, name, j->why, sizeof j->why);
-    for (int i = first; i < first + count; i++) j->shares[i].failed[path] = 1;
+static void note_failure(moe_job *j, int first, int count, coli_moe_step step, const char *why) {
+    moe_note_failure(j->layer, &j->layer->last, step, count, why);
+    for (int i = first; i < first + count; i++) moe_set_why(j->shares[i].expert, why);
+}
+
+/* After the entry point `name` has returned 0 to this thread. */
+static void mark_failed(moe_job *j, int first, int count, coli_moe_step step, const char *name) {
+    char why[COLI_WHY_BYTES];
+    coli_backend_explain(j->backend, name, why, sizeof why);
+    note_failure(j, first, count, step, why);
 }
 
 static void pack_job(moe_call *c, moe_job *j) {
@@ -112,7 +118,8 @@ static void issue(moe_call *c, moe_job *j) {
         j->state = sums ? MOE_ISSUED_SUMS : MOE_ISSUED;
         return;
     }
-    mark_failed(j, 0, j->count, COLI_MOE_ISSUE, sums ? "coli_cuda_expert_group_issue_sum" : "coli_cuda_expert_group_issue");
+    mark_failed(j, 0, j->count, COLI_MOE_STEP_ISSUE,
+                sums ? "coli_cuda_expert_group_issue_sum" : "coli_cuda_expert_group_issue");
     atomic_flag_clear(turn_of(j->device));
 }
 
@@ -124,7 +131,7 @@ static int is_issued(const moe_job *j) {
 static void take(moe_job *j) {
     const float *rows = j->backend->call.expert_group_take(j->device);
     if (!rows) {
-        mark_failed(j, 0, j->count, COLI_MOE_ISSUE, "coli_cuda_expert_group_take");
+        mark_failed(j, 0, j->count, COLI_MOE_STEP_TAKE, "coli_cuda_expert_group_take");
         return;
     }
     if (j->state == MOE_ISSUED_SUMS) j->sums = rows;
@@ -144,7 +151,7 @@ static int run_group(moe_job *j, int first, int count) {
         mark_done(j, first, count, s->y, COLI_MOE_GROUP);
         return 1;
     }
-    mark_failed(j, first, count, COLI_MOE_GROUP, "coli_cuda_expert_group");
+    mark_failed(j, first, count, COLI_MOE_STEP_GROUP, "coli_cuda_expert_group");
     return 0;
 }
 
@@ -152,8 +159,8 @@ static void run_single(moe_job *j, int index) {
     moe_share *s = &j->shares[index];
     const coli_expert *m = &s->expert->matrices;
     const char *lacks = coli_backend_why_not_expert_mlp(j->backend, &m->gate, &m->up, &m->down, s->rows);
-    if (lacks) { /* where nothing has failed on the rows, the CPU does not take over without a reason */
-        if (!j->why[0]) snprintf(j->why, sizeof j->why, "%s", lacks);
+    if (lacks) {
+        note_failure(j, index, 1, COLI_MOE_STEP_SINGLE, lacks);
         return;
     }
     ColiCudaTensor *t[3];
@@ -161,7 +168,7 @@ static void run_single(moe_job *j, int index) {
     if (j->backend->call.expert_mlp(t[0], t[1], t[2], s->y, s->x, (int)s->rows))
         mark_done(j, index, 1, s->y, COLI_MOE_SINGLE);
     else
-        mark_failed(j, index, 1, COLI_MOE_SINGLE, "coli_cuda_expert_mlp");
+        mark_failed(j, index, 1, COLI_MOE_STEP_SINGLE, "coli_cuda_expert_mlp");
 }
 
 /* Computes what of the job is not done yet: in groups, and one by one where groups fail or cannot be. */

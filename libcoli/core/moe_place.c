@@ -132,11 +132,10 @@ static size_t free_room(const coli_backend *backend, room *r, size_t reserve) {
     return without(free_bytes, reserve);
 }
 
-static room room_of(const coli_backend *backend, const coli_moe_device *wanted, const candidate *all, int count,
-                    size_t reserve) {
+static room room_of(const coli_backend *backend, const coli_moe_device *wanted, const candidate *all, int count) {
     room result = {.device = wanted->device, .left = wanted->budget};
     if (wanted->budget == COLI_MOE_AUTO) {
-        result.left = free_room(backend, &result, reserve);
+        result.left = free_room(backend, &result, wanted->reserve);
         return result;
     }
     for (int i = 0; i < count; i++) {
@@ -242,12 +241,12 @@ static void log_placement(const candidate *all, int count) {
 }
 
 static coli_status place_all(coli_moe *const *layers, int layer_count, coli_backend *backend,
-                             const coli_moe_device *devices, int device_count, size_t reserve) {
+                             const coli_moe_device *devices, int device_count) {
     int count;
     candidate *all = list_candidates(layers, layer_count, &count);
     room *rooms = malloc((size_t)device_count * sizeof *rooms);
     if (all && rooms) {
-        for (int i = 0; i < device_count; i++) rooms[i] = room_of(backend, &devices[i], all, count, reserve);
+        for (int i = 0; i < device_count; i++) rooms[i] = room_of(backend, &devices[i], all, count);
         for (int i = 0; i < count; i++) {
             if (!expert_of(&all[i])->backend) place_one(&all[i], backend, rooms, device_count);
         }
@@ -261,7 +260,7 @@ static coli_status place_all(coli_moe *const *layers, int layer_count, coli_back
 }
 
 coli_status coli_moe_place(coli_moe *const *layers, int layer_count, coli_backend *backend, const coli_moe_device *devices,
-                           int device_count, size_t reserve) {
+                           int device_count) {
     RETURN_ERROR_IF(!backend, COLI_E_ARGUMENT, "coli_moe_place needs a backend, got NULL");
     RETURN_ERROR_IF(device_count < 1 || !devices, COLI_E_ARGUMENT, "coli_moe_place needs at least 1 device, got %d",
                     devices ? device_count : 0);
@@ -275,7 +274,7 @@ coli_status coli_moe_place(coli_moe *const *layers, int layer_count, coli_backen
     }
     coli_moe **locked;
     FORWARD_ERROR(lock_all(layers, layer_count, &locked));
-    coli_status status = place_all(layers, layer_count, backend, devices, device_count, reserve);
+    coli_status status = place_all(layers, layer_count, backend, devices, device_count);
     unlock_all(locked, layer_count);
     return status;
 }
@@ -318,18 +317,23 @@ static void move_tensors(moe_expert *from, moe_expert *to) {
     from->device = -1;
 }
 
+static void note_failed_update(coli_moe *layer, const char *why) {
+    moe_note_failure(layer, &layer->total, COLI_MOE_STEP_UPDATE, 1, why);
+}
+
 /* 1 when `hot` has the place of `cold`; 0 with both on the CPU, or with nothing changed where `hot` has no host copy. */
 static int swap(const candidate *hot, const candidate *cold) {
     moe_expert *comes = expert_of(hot), *leaves = expert_of(cold);
     char why[COLI_WHY_BYTES];
     if (moe_need_host(hot->layer, hot->number) != COLI_OK) {
         moe_set_why(comes, coli_last_error());
+        note_failed_update(hot->layer, coli_last_error());
         return 0;
     }
     if (!overwrite(leaves, &comes->matrices, why, sizeof why)) {
         moe_drop(leaves, why);
         moe_set_why(comes, why);
-        moe_note_failure(cold->layer, why);
+        note_failed_update(hot->layer, why);
         return 0;
     }
     move_tensors(leaves, comes);
@@ -363,11 +367,11 @@ static int coldest(const candidate *all, int end, const candidate *hot) {
     return -1;
 }
 
-static void repin_all(const candidate *all, int count, double hysteresis, int most_swaps, coli_moe_repinned *result) {
+static void repin_all(const candidate *all, int count, double hysteresis, int max_swaps, coli_moe_repinned *result) {
     int last = coldest(all, count, NULL); /* nothing that is colder can win a place */
     for (int i = 0; i < last; i++) {
         const candidate *hot = &all[i];
-        if (most_swaps && result->swaps + result->failed >= (uint64_t)most_swaps) return;
+        if (max_swaps && result->swaps + result->failed >= (uint64_t)max_swaps) return;
         if (hot->heat < 1) return;
         if (expert_of(hot)->backend) continue;
         int cold = coldest(all, last + 1, hot);
@@ -377,16 +381,16 @@ static void repin_all(const candidate *all, int count, double hysteresis, int mo
     }
 }
 
-coli_status coli_moe_repin(coli_moe *const *layers, int layer_count, double hysteresis, int most_swaps,
+coli_status coli_moe_repin(coli_moe *const *layers, int layer_count, double hysteresis, int max_swaps,
                            coli_moe_repinned *result) {
     RETURN_ERROR_IF(!(hysteresis >= 0), COLI_E_ARGUMENT, "hysteresis must be 0 or more, got %g", hysteresis);
-    RETURN_ERROR_IF(most_swaps < 0, COLI_E_ARGUMENT, "most_swaps must be 0 or more, got %d", most_swaps);
+    RETURN_ERROR_IF(max_swaps < 0, COLI_E_ARGUMENT, "max_swaps must be 0 or more, got %d", max_swaps);
     coli_moe **locked;
     FORWARD_ERROR(lock_all(layers, layer_count, &locked));
     int count;
     coli_moe_repinned done = {0};
     candidate *all = list_candidates(layers, layer_count, &count);
-    if (all) repin_all(all, count, hysteresis, most_swaps, &done);
+    if (all) repin_all(all, count, hysteresis, max_swaps, &done);
     unlock_all(locked, layer_count);
     RETURN_ERROR_IF(!all, COLI_E_MEMORY, "no memory to list the experts of %d layers", layer_count);
     free(all);

@@ -43,7 +43,8 @@ static void lay_out_index(moe_call *c, arena *a, size_t pairs) {
 static coli_status allocate_index(moe_call *c, size_t pairs) {
     arena count = {0};
     lay_out_index(c, &count, pairs);
-    arena memory = {moe_reserve(&c->layer->index, count.used), 0};
+    c->index = moe_memory_take(count.used);
+    arena memory = {c->index.start, 0};
     RETURN_ERROR_IF(!memory.base, COLI_E_MEMORY, "no memory for the %zu bytes that sort %zu pairs", count.used, pairs);
     lay_out_index(c, &memory, pairs);
     return COLI_OK;
@@ -100,7 +101,8 @@ static coli_status allocate_rows(moe_call *c) {
     }
     int rotates = needs_rotation(c) != NULL, sums_beside = blocks > 1;
     size_t bytes = (most + x_floats * (size_t)(rotates + sums_beside)) * sizeof(float);
-    float *memory = moe_reserve(&c->layer->floats, bytes);
+    c->floats = moe_memory_take(bytes);
+    float *memory = c->floats.start;
     RETURN_ERROR_IF(!memory, COLI_E_MEMORY, "no memory for %zu bytes of rows on their way to %d experts", bytes,
                     moe_experts(c->layer));
     c->rows.rotated = memory;
@@ -140,6 +142,7 @@ static void list_jobs(moe_call *c, int begin, int end) {
         if (known) continue;
         moe_job *next = &c->jobs[c->job_count++];
         memset(next, 0, sizeof *next);
+        next->layer = c->layer;
         next->backend = expert->backend;
         next->device = expert->device;
     }

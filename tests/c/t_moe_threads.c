@@ -41,7 +41,7 @@ static void *work(void *argument) {
 }
 
 static void *disturb(void *unused) {
-    const coli_moe_device device = {0, (size_t)1 << 20};
+    const coli_moe_device device = {0, (size_t)1 << 20, 0};
     coli_moe *turned[LAYERS]; /* ThreadSanitizer reports locks that are taken in two orders */
     for (int i = 0; i < LAYERS; i++) turned[i] = layers[LAYERS - 1 - i];
     for (int turn = 0; turn < TURNS; turn++) {
@@ -49,7 +49,7 @@ static void *disturb(void *unused) {
         CHECK_OK(coli_moe_repin(turn % 2 ? turned : layers, LAYERS, 0, 2, NULL));
         CHECK_OK(coli_moe_get_stats(layers[turn % LAYERS], &total, NULL, sizeof total));
         coli_moe_unplace(layers[turn % LAYERS]);
-        CHECK_OK(coli_moe_place(layers, LAYERS, backend, &device, 1, 0));
+        CHECK_OK(coli_moe_place(layers, LAYERS, backend, &device, 1));
     }
     return unused;
 }
@@ -66,9 +66,9 @@ int main(int argc, char **argv) {
         experts[e].up = random_matrix("e8", H, D, 0, 3 * e + 1);
         experts[e].down = random_matrix("e8", D, H, 0, 3 * e + 2);
     }
-    const coli_moe_device device = {0, 20000};
+    const coli_moe_device device = {0, 20000, 0};
     for (int i = 0; i < LAYERS; i++) CHECK_OK(coli_moe_create(experts, E, NULL, NULL, &layers[i]));
-    CHECK_OK(coli_moe_place(layers, LAYERS, backend, &device, 1, 0));
+    CHECK_OK(coli_moe_place(layers, LAYERS, backend, &device, 1));
 
     pthread_t threads[LAYERS + 1];
     int numbers[LAYERS];
