@@ -2,9 +2,7 @@
 
 import gc
 import os
-import shutil
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from experts import expected_expert, expert_weights, gaussian, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from overlap import overlap
 from simulator import Simulator
 
 import pycoli
@@ -1011,34 +1010,8 @@ class TestRepin:
 
 class TestOverlap:
     def test_the_gpu_works_while_the_cpu_does(self, build_dir, tmp_path, monkeypatch):
-        library = shutil.copy(build_dir / "tests" / "stubs" / "stub_slow.so", tmp_path / "slow.so")
-        backend = pycoli.open_backend(library)
-        wide, hidden = 1024, 2048
-        experts = [expert_weights(("int8",) * 3, wide, hidden, seed=i) for i in range(4)]
-        x, one = gaussian(1, wide), np.ones((1, 2), np.float32)
-        with pycoli.MoELayer(experts, devices=[pycoli.Device(0, backend)], vram_budget=15_000_000) as layer:
-            on_gpu = [i for i, name in enumerate(layer.where) if name != "cpu"]
-            on_cpu = [i for i, name in enumerate(layer.where) if name == "cpu"]
-            assert on_gpu
-            assert on_cpu
-
-            def fastest(ids):
-                times = []
-                for _ in range(15):
-                    start = time.perf_counter()
-                    layer(x, [ids], one[:, : len(ids)])
-                    times.append(time.perf_counter() - start)
-                return min(times)
-
-            def hidden_share():
-                monkeypatch.delenv("STUB_DELAY_US", raising=False)
-                cpu_alone = fastest(on_cpu[:1])
-                monkeypatch.setenv("STUB_DELAY_US", str(int(2e6 * cpu_alone)))
-                gpu_alone, both = fastest(on_gpu[:1]), fastest([on_gpu[0], on_cpu[0]])
-                return (cpu_alone + gpu_alone - both) / cpu_alone
-
-            shares = []
-            while len(shares) < 6 and max(shares, default=0) <= 0.8:  # other programs may be in the way
-                shares.append(hidden_share())
-            assert max(shares) > 0.8, shares
-        backend.shutdown()
+        with overlap(build_dir, tmp_path, lambda delay: monkeypatch.setenv("STUB_DELAY_US", delay)) as measured:
+            assert measured.on_gpu
+            assert measured.on_cpu
+            shares = measured.hidden_shares(2)
+            assert max(shares) >= 0.8, shares
