@@ -185,6 +185,11 @@ class TestForward:
             np.testing.assert_array_equal(layer(x, ids, weights, factors), y)
             assert layer.stats()["total"]["calls"] == 2
 
+    def test_4096_rows(self, device, rng):
+        experts = e8_experts(2)
+        with pycoli.MoELayer(experts, devices=device) as layer:
+            check_layer(layer, experts, rng, rows=4096, top_k=1)
+
     @pytest.mark.parametrize("top_k", [1, 3, 16])
     def test_every_number_of_experts_a_row(self, device, rng, top_k):
         experts = e8_experts(4)
@@ -662,6 +667,30 @@ class TestFaults:
             check_layer(layer, experts, rng)
             assert set(paths(layer)) == {"issue"}
 
+    def test_a_shutdown_while_threads_call(self, backend, rng):
+        """They go on, on the CPU at last."""
+        experts = e8_experts(4)
+        x, (ids, weights) = gaussian(2, D), random_pairs(rng, 2, 3, 4)
+        wanted = expected_layer(x, ids, weights, experts)
+        layer = pycoli.MoELayer(experts, devices=["cuda:0"])
+        ended = threading.Event()
+
+        def work():
+            calls = 0
+            while not ended.is_set() or not calls:
+                assert oracle.relative_rms(layer(x, ids, weights), wanted) < LIMIT
+                calls += 1
+            return paths(layer)
+
+        with layer, ThreadPoolExecutor(2) as pool:
+            ends = [pool.submit(work) for _ in range(2)]
+            for _ in range(3):
+                layer.place(["cuda:0"])
+                layer(x, ids, weights)
+                backend.shutdown()
+            ended.set()
+            assert [set(end.result()) for end in ends] == [{"cpu"}] * 2
+
     def test_a_shutdown_behind_its_back(self, simulated, rng):
         """What a C host may do: the tensors are gone, and the layer goes on from host memory."""
         experts = e8_experts(4)
@@ -864,6 +893,24 @@ class TestPlacement:
             assert layer.where.count("cuda:0") == 4
             layer.place(["cuda:0"], 10**9)
             assert layer.where == ["cuda:0"] * 6
+
+    def test_the_log_says_who_stays_and_why(self, backend, monkeypatch, capfd):
+        experts = [*e8_experts(4), expert_weights(("e8", "int8", "e8"), D, H)]
+        monkeypatch.setenv("COLI_LOG", "1")
+        with pycoli.MoELayer(experts, devices=["cuda:0"], vram_budget=room_for(experts[:4], 2)):
+            lines = [line for line in capfd.readouterr().err.splitlines() if "stay on the CPU" in line]
+        assert len(lines) == 2
+        assert any("2 of 5 experts stay on the CPU: no GPU of the call has the" in line for line in lines)
+        assert any("1 of 5 experts stay on the CPU: its gate and up matrices" in line for line in lines)
+
+    def test_many_reasons_are_cut_short(self, backend, monkeypatch, capfd):
+        formats = ["f32", "int8", "int4", "int2", *["int3-g64"] * 2, ("e8", "int8", "e8")]
+        experts = [expert_weights((f,) * 3 if isinstance(f, str) else f, D, H) for f in formats]
+        monkeypatch.setenv("COLI_LOG", "1")
+        with pycoli.MoELayer(experts, devices=["cuda:0"], vram_budget=0):
+            lines = [line for line in capfd.readouterr().err.splitlines() if "stay on the CPU" in line]
+        assert len(lines) == 5
+        assert "3 of 7 experts stay on the CPU: other reasons" in lines[-1]
 
     @pytest.mark.parametrize("budget", [0, 1000])
     def test_no_room_at_all(self, backend, budget):

@@ -3,7 +3,6 @@
  * The system clears memory page by page as it is first touched: rows of many tokens cost more in that than in the work on
  * them. Layers of a model run one after the other, so they share what is kept. */
 #include <stdlib.h>
-#include <string.h>
 
 #include "moe.h"
 

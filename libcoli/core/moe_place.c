@@ -228,16 +228,39 @@ static void place_one(const candidate *c, coli_backend *backend, room *rooms, in
     moe_set_why(expert, why);
 }
 
+/* Experts that stay on the CPU for one reason. */
+typedef struct stay {
+    const char *why;
+    int experts;
+} stay;
+
+#define STAYS 4 /* reasons in the log; many experts have the same */
+
+/* Counts an expert with its reason, or with the other reasons behind the first STAYS. Gives the new number of entries. */
+static int add_stay(stay stays[STAYS + 1], int count, const char *why) {
+    int i = 0;
+    while (i < count && i < STAYS && strcmp(stays[i].why, why)) i++;
+    if (i == count) stays[count++] = (stay){i < STAYS ? why : "other reasons, which coli_moe_why_cpu tells", 0};
+    stays[i].experts++;
+    return count;
+}
+
 static void log_placement(const candidate *all, int count) {
-    int on_gpu = 0;
+    int on_gpu = 0, stay_count = 0;
+    stay stays[STAYS + 1];
     size_t bytes = 0;
     for (int i = 0; i < count; i++) {
         const moe_expert *expert = expert_of(&all[i]);
-        if (!expert->backend) continue;
-        on_gpu++;
-        bytes += taken_bytes(expert);
+        if (expert->backend) {
+            on_gpu++;
+            bytes += taken_bytes(expert);
+        } else if (expert->why_cpu) {
+            stay_count = add_stay(stays, stay_count, expert->why_cpu);
+        }
     }
     coli_log(2, "%d of %d experts are on GPUs, in %.1f GB", on_gpu, count, (double)bytes / 1e9);
+    for (int i = 0; i < stay_count; i++)
+        coli_log(1, "%d of %d experts stay on the CPU: %s", stays[i].experts, count, stays[i].why);
 }
 
 static coli_status place_all(coli_moe *const *layers, int layer_count, coli_backend *backend,
