@@ -125,7 +125,9 @@ def why_not_one_call(feature: str, gate: Matrix, up: Matrix, down: Matrix) -> st
     if isinstance(gate, Weights):
         if feature != "expert_mlp":
             return "experts on the CPU are computed one after the other"
-        return None if gate.rotated == up.rotated else "its gate and up matrices need different inputs"
+        if gate.rotated != up.rotated:
+            return "its gate and up matrices need different inputs: one is stored rotated, the other is not"
+        return None
     return gate.gpu.backend._why_not_expert(feature, gate._matrix, up._matrix, down._matrix)
 
 
