@@ -107,8 +107,7 @@ typedef struct coli_moe_device {
  * with the most room left, until budgets are used up. Devices must have been configured by coli_backend_init. Experts that
  * are on a GPU stay there, so the call may be repeated. A device that fails gets no more in this call, and the next one is
  * tried. COLI_OK also where nothing could be placed: coli_moe_why_cpu() says why, and the log has a line for each reason.
- * `backend` must outlive the layers' stay
- * on the GPUs. */
+ * `backend` must outlive the layers' stay on the GPUs. */
 COLI_API coli_status coli_moe_place(coli_moe *const *layers, int layer_count, coli_backend *backend,
                                     const coli_moe_device *devices, int device_count);
 /* Takes all experts of the layer off the GPUs. Host copies that were released are asked for when they are needed. */
@@ -127,7 +126,7 @@ COLI_API coli_status coli_moe_set_half_life(coli_moe *layer, double half_life);
 
 typedef struct coli_moe_repinned {
     uint64_t swaps;  /* experts that came to a GPU, one for each that left */
-    uint64_t failed; /* swaps that failed; both experts are then on the CPU */
+    uint64_t failed; /* swaps that failed; both experts are then on the CPU, or, without weights to copy, as they were */
     uint64_t bytes;  /* weights and scales that were copied to GPUs */
     double seconds;
 } coli_moe_repinned;
@@ -148,14 +147,14 @@ typedef enum coli_moe_path {
 } coli_moe_path;
 #define COLI_MOE_PATHS 4
 
-/* What may fail on a GPU; another path does the work then. */
+/* What may fail on a GPU; another path does the work then. SINGLE, the last before the CPU, fails as well where the library
+ * cannot compute the expert so. */
 typedef enum coli_moe_step {
-    COLI_MOE_STEP_ISSUE = 0, /* coli_cuda_expert_group_issue, or ..._issue_sum */
-    COLI_MOE_STEP_TAKE = 1,  /* coli_cuda_expert_group_take, after a good issue */
-    COLI_MOE_STEP_GROUP = 2, /* coli_cuda_expert_group */
-    COLI_MOE_STEP_SINGLE =
-        3, /* coli_cuda_expert_mlp, or that the library cannot compute the expert so: the last before the CPU */
-    COLI_MOE_STEP_UPDATE = 4 /* a swap of coli_moe_repin */
+    COLI_MOE_STEP_ISSUE = 0,  /* coli_cuda_expert_group_issue, or ..._issue_sum */
+    COLI_MOE_STEP_TAKE = 1,   /* coli_cuda_expert_group_take, after a good issue */
+    COLI_MOE_STEP_GROUP = 2,  /* coli_cuda_expert_group */
+    COLI_MOE_STEP_SINGLE = 3, /* coli_cuda_expert_mlp */
+    COLI_MOE_STEP_UPDATE = 4  /* a swap of coli_moe_repin: both experts are then on the CPU, or as they were */
 } coli_moe_step;
 #define COLI_MOE_STEPS 5
 
