@@ -37,7 +37,7 @@ from .errors import (
 )
 from .expert_encoding import encode_expert
 from .experts import Expert, ExpertGroup
-from .moe import MoELayer, Router, place, repin
+from .moe import MoELayer, Router, place, repin, trim_memory
 from .placement import Placement, explain
 from .products import expert_mlp, matmul
 from .weights import Format, Weights, encode, encode_calibrated, formats, rotate, unrotate
@@ -87,5 +87,6 @@ __all__ = [
     "read_imatrix",
     "repin",
     "rotate",
+    "trim_memory",
     "unrotate",
 ]

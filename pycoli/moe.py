@@ -29,6 +29,7 @@ _INT = 2**31 - 1
 _SIZE = 2 ** (8 * ffi.sizeof("size_t")) - 1
 _KINDS = {"softmax": "COLI_ROUTER_SOFTMAX", "sigmoid": "COLI_ROUTER_SIGMOID"}
 _PATHS = ("issue", "group", "single", "cpu")
+_STEPS = ("issue", "take", "group", "single", "update")
 _NEVER_PLACED = "it was never placed"
 _TRIPLE = ("gate", "up", "down")
 
@@ -268,9 +269,9 @@ class MoELayer:
         with self._live() as handle, self._turns():
             lib.coli_moe_unplace(handle)
 
-    def repin(self, hysteresis: float = 0.25, most_swaps: int = 0) -> dict:
+    def repin(self, hysteresis: float = 0.25, max_swaps: int = 0) -> dict:
         """Swaps cold experts on GPUs for hot ones on the CPU. See repin()."""
-        return repin([self], hysteresis, most_swaps)
+        return repin([self], hysteresis, max_swaps)
 
     @property
     def where(self) -> list[str]:
@@ -293,7 +294,7 @@ class MoELayer:
         """Rows that each expert has computed, older ones counting less: float64 [E]. May be set to an earlier run's."""
         heat = np.empty(self._count)
         with self._live() as handle:
-            check(lib.coli_moe_heat(handle, ffi.from_buffer("double[]", heat)))
+            check(lib.coli_moe_get_heat(handle, ffi.from_buffer("double[]", heat)))
         return heat
 
     @heat.setter
@@ -313,17 +314,22 @@ class MoELayer:
             check(lib.coli_moe_set_half_life(handle, _real(rows, "rows")))
 
     def stats(self) -> dict:
-        """What was done where: {"total": ..., "last": ..., "last_failure": str or None}.
+        """What was done where: {"total": ..., "last": ..., "why_failed": ...}.
 
         "total" is since the layer was made, "last" the last call alone. Each has calls, rows, rotations, cpu_bytes and
-        seconds by stage; by path ("issue", "group", "single", "cpu") the experts, their rows ("pairs"), and how many
-        the path failed on; and "repinned" with the swaps.
+        seconds by stage; by path ("issue", "group", "single", "cpu") the experts and their rows ("pairs"); by step
+        ("issue", "take", "group", "single", "update") how many experts it failed on ("failed"), so that another path
+        or nobody did the work; and "repinned" with the swaps. "why_failed" is the reason of each step's last failure,
+        None where it never failed.
         """
         total, last = ffi.new("coli_moe_stats *"), ffi.new("coli_moe_stats *")
         with self._live() as handle:
             check(lib.coli_moe_get_stats(handle, total, last, ffi.sizeof("coli_moe_stats")))
-            failure = _text(lambda buffer, size: lib.coli_moe_last_failure(handle, buffer, size))
-        return {"total": _stats(total), "last": _stats(last), "last_failure": failure}
+            reasons = [
+                _text(lambda buffer, size, step=step: lib.coli_moe_why_failed(handle, step, buffer, size))
+                for step in range(len(_STEPS))
+            ]
+        return {"total": _stats(total), "last": _stats(last), "why_failed": dict(zip(_STEPS, reasons, strict=True))}
 
     def free(self) -> None:
         """Frees what is on GPUs, after calls in progress. A second call does nothing."""
@@ -410,16 +416,16 @@ def place(layers: Sequence[MoELayer], devices=None, vram_budget=None, *, reserve
         return
     budgets = _budgets(vram_budget, targets)
     backend = targets[0].backend
-    structs = ffi.new("coli_moe_device[]", [(d.ordinal, b) for d, b in zip(targets, budgets, strict=True)])
+    structs = ffi.new("coli_moe_device[]", [(d.ordinal, b, reserve) for d, b in zip(targets, budgets, strict=True)])
     with backend._start_lock:  # it is not shut down meanwhile
         backend._start()
         for layer in layers:
             layer._join(backend)
         with _handles(layers) as handles:
-            _check(lib.coli_moe_place(handles, len(handles), backend._handle, structs, len(targets), reserve))
+            _check(lib.coli_moe_place(handles, len(handles), backend._handle, structs, len(targets)))
 
 
-def repin(layers: Sequence[MoELayer], hysteresis: float = 0.25, most_swaps: int = 0) -> dict:
+def repin(layers: Sequence[MoELayer], hysteresis: float = 0.25, max_swaps: int = 0) -> dict:
     """Swaps the coldest experts on GPUs for the hottest on the CPU, in place, where formats and shapes are the same.
 
     Parameters
@@ -427,7 +433,7 @@ def repin(layers: Sequence[MoELayer], hysteresis: float = 0.25, most_swaps: int 
     layers : sequence of MoELayer
     hysteresis : float
         A swap needs a heat above (1 + hysteresis) times that of the expert that leaves.
-    most_swaps : int
+    max_swaps : int
         0: no limit.
 
     Returns
@@ -435,11 +441,19 @@ def repin(layers: Sequence[MoELayer], hysteresis: float = 0.25, most_swaps: int 
     dict
         swaps, failed, bytes, seconds.
     """
-    hysteresis, most_swaps = _real(hysteresis, "hysteresis"), _whole(most_swaps, "most_swaps", _INT)
+    hysteresis, max_swaps = _real(hysteresis, "hysteresis"), _whole(max_swaps, "max_swaps", _INT)
     result = ffi.new("coli_moe_repinned *")
     with _handles(_checked_layers(layers)) as handles:
-        _check(lib.coli_moe_repin(handles, len(handles), hysteresis, most_swaps, result))
+        _check(lib.coli_moe_repin(handles, len(handles), hysteresis, max_swaps, result))
     return _fields(result[0])
+
+
+def trim_memory() -> None:
+    """Gives memory back to the system that calls of layers worked in and kept for the next, up to 512 MB.
+
+    Freeing the last layer does the same.
+    """
+    lib.coli_moe_trim()
 
 
 _LIVE: set[_HostCopies] = set()
@@ -720,5 +734,6 @@ def _fields(struct) -> dict:
 
 def _stats(struct) -> dict:
     found = _fields(struct[0])
-    by_path = {name: dict(zip(_PATHS, found.pop(name), strict=True)) for name in ("experts", "pairs", "failed")}
-    return {**found, **by_path, "repinned": _fields(found["repinned"])}
+    for name, keys in (("experts", _PATHS), ("pairs", _PATHS), ("failed", _STEPS)):
+        found[name] = dict(zip(keys, found[name], strict=True))
+    return {**found, "repinned": _fields(found["repinned"])}

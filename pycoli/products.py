@@ -122,12 +122,11 @@ def why_not_one_call(feature: str, gate: Matrix, up: Matrix, down: Matrix) -> st
 
     The features are "expert_mlp", "expert_group" and "issue_take". All take one x for gate and up, rotated or not.
     """
-    on_cpu = isinstance(gate, Weights)
-    if on_cpu and feature != "expert_mlp":
-        return "experts on the CPU are computed one after the other"
-    if gate.rotated != up.rotated:
-        return "its gate and up matrices need different inputs: one is stored rotated, the other is not"
-    if on_cpu:
+    if isinstance(gate, Weights):
+        if feature != "expert_mlp":
+            return "experts on the CPU are computed one after the other"
+        if gate.rotated != up.rotated:
+            return "its gate and up matrices need different inputs: one is stored rotated, the other is not"
         return None
     return gate.gpu.backend._why_not_expert(feature, gate._matrix, up._matrix, down._matrix)
 

@@ -119,6 +119,19 @@ def test_every_family_routes_as_its_papers_say(family, tmp_path):
         np.testing.assert_allclose(layer(x), definition(x, tensors, family), rtol=1e-4, atol=1e-3)
 
 
+def test_a_gpu_that_fails(tmp_path, capsys, simt_lib, monkeypatch):
+    """The CPU does it, and the report says at each step why."""
+    monkeypatch.setenv("COLI_CUDA_LIB", str(simt_lib))
+    monkeypatch.setenv("COLI_GPU_FAIL_AFTER", "0")
+    assert main(["run", write_checkpoint(tmp_path, "olmoe"), "--layer-forward", "--tokens", "1"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "issue failed on 2 experts: coli_cuda_expert_group_issue_sum: " in text
+    assert "group failed on 2 experts: coli_cuda_expert_group: " in text
+    assert "single failed on 2 experts: coli_cuda_expert_mlp: " in text
+    assert "take failed" not in text
+    pycoli.open_backend().shutdown()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_report(family, tmp_path, capsys):
     path = write_checkpoint(tmp_path, family)
@@ -144,6 +157,7 @@ def test_on_a_gpu(tmp_path, capsys, simt_lib, monkeypatch):
     assert main(["run", path, "--layer-forward", "--tokens", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["paths"]["issue"]["rows"] + report["paths"]["group"]["rows"] == 8
+    assert report["why_failed"] == {}
     pycoli.open_backend().shutdown()
 
 

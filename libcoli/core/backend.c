@@ -5,12 +5,14 @@
 
 #include "backend.h"
 
+#include <limits.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "../formats/signs.h"
+#include "expert.h"
 #include "status.h"
 
 /*------   The lock of the library   ------*/
@@ -195,6 +197,8 @@ const char *coli_backend_why_not_expert(const coli_backend *backend, const char 
                                         const coli_matrix *up, const coli_matrix *down) {
     const char *lacks = coli_backend_why_not(backend, feature);
     if (lacks) return lacks;
+    const char *inputs = coli_expert_why_two_inputs(gate, up);
+    if (inputs) return inputs;
     int grouped = strcmp(feature, "expert_mlp") != 0;
     if (grouped && coli_backend_is_old(backend)) {
         const coli_matrix *const matrices[] = {gate, up, down};
@@ -204,6 +208,16 @@ const char *coli_backend_why_not_expert(const coli_backend *backend, const char 
         }
     }
     return why_not_down(backend, down);
+}
+
+const char *coli_backend_why_not_rows(size_t rows) {
+    return rows > INT_MAX ? "it has more rows than a GPU call takes" : NULL;
+}
+
+const char *coli_backend_why_not_expert_mlp(const coli_backend *backend, const coli_matrix *gate, const coli_matrix *up,
+                                            const coli_matrix *down, size_t rows) {
+    const char *lacks = coli_backend_why_not_expert(backend, "expert_mlp", gate, up, down);
+    return lacks ? lacks : coli_backend_why_not_rows(rows);
 }
 
 void coli_backend_explain(const coli_backend *backend, const char *name, char *why, size_t size) {

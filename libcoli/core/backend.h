@@ -40,6 +40,9 @@ typedef struct coli_backend_calls {
 #undef MEMBER
 } coli_backend_calls;
 
+/* Room for the reason why a GPU does not do something; longer ones are cut. */
+#define COLI_WHY_BYTES 1024
+
 /* Each format is a feature; the others are groups of calls. */
 #define COLI_BACKEND_CALL_FEATURES 7
 #define COLI_BACKEND_FEATURES (COLI_FORMAT_COUNT + COLI_BACKEND_CALL_FEATURES)
@@ -47,7 +50,8 @@ typedef struct coli_backend_calls {
 struct coli_backend {
     coli_loader_library library;
     char *why_not[COLI_BACKEND_FEATURES]; /* in the order of the features; NULL: offered */
-    char init_error[768];                 /* why the last coli_backend_init failed; "" when it did not */
+    char init_error[COLI_WHY_BYTES -
+                    256]; /* why the last coli_backend_init failed, "" when it did not; becomes part of reasons */
     coli_backend_calls call;
 };
 
@@ -64,6 +68,12 @@ int coli_backend_is_old(const coli_backend *backend);
 /* How a call that reads nothing but its own tensors is locked: shared, but an old library does not keep the calls of
  * several threads apart. */
 coli_access coli_backend_access(const coli_backend *backend);
+
+/* Why one GPU call cannot take so many rows, and why coli_cuda_expert_mlp cannot compute this expert for them; NULL when it
+ * can. */
+const char *coli_backend_why_not_rows(size_t rows);
+const char *coli_backend_why_not_expert_mlp(const coli_backend *backend, const coli_matrix *gate, const coli_matrix *up,
+                                            const coli_matrix *down, size_t rows);
 
 /* Writes why the entry point `name` has just returned 0 to this thread. */
 void coli_backend_explain(const coli_backend *backend, const char *name, char *why, size_t size);

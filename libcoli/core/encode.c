@@ -59,8 +59,7 @@ static void encode_rows(const coli_encoding *encoding, int row) {
 static void encode_matrix(const coli_encoding *encoding) {
     int step = coli_geometry_scale_rows(encoding->format), steps = coli_ceil_div(encoding->rows, step);
     int team = coli_team((size_t)steps, (size_t)step * (size_t)encoding->columns * 64);
-    COLI_PARALLEL_FOR(team)
-    for (int i = 0; i < steps; i++) encode_rows(encoding, i * step);
+    COLI_PARALLEL_FOR(team, i, (size_t)steps, encode_rows(encoding, (int)i * step));
 }
 
 static coli_status check_encoding(const coli_encoding *encoding) {

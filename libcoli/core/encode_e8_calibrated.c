@@ -90,12 +90,11 @@ static void reduce_panel(float *factor, size_t size, int start, int width, const
     const coli_kernels *kernels = coli_kernels_current();
     int end = start + width, after = (int)size - end;
     int team = coli_team((size_t)end, (size_t)after * PANEL / 8 + 1);
-    COLI_PARALLEL_FOR(team)
-    for (int i = 0; i < end; i++) {
-        float sums[PANEL] = {0}, *row = factor + (size_t)i * size;
+    COLI_PARALLEL_FOR(team, i, (size_t)end, {
+        float sums[PANEL] = {0}, *row = factor + i * size;
         kernels->add_products(sums, PANEL, row + end, after, across, PANEL);
-        for (int j = i > start ? i - start : 0; j < width; j++) row[start + j] -= sums[j];
-    }
+        for (int j = (int)i > start ? (int)i - start : 0; j < width; j++) row[start + j] -= sums[j];
+    });
 }
 
 /* Replaces the upper triangle by R, panel by panel from the last. */
@@ -113,8 +112,7 @@ static int factorise(calibration *result, float *across) {
         int failed = factor_triangle(factor, size, start, width);
         if (failed) return failed;
         int team = coli_team((size_t)start, PANEL * PANEL / 2);
-        COLI_PARALLEL_FOR(team)
-        for (int i = 0; i < start; i++) solve_panel_row(factor + (size_t)i * size, factor, size, start, width);
+        COLI_PARALLEL_FOR(team, i, (size_t)start, solve_panel_row(factor + i * size, factor, size, start, width));
         end = start;
     }
     return 0;
@@ -432,18 +430,16 @@ static coli_status encode_all(const coli_encoding *encoding, const calibration *
     float *floats = malloc((size_t)threads * TEAM_ROWS * 3 * size * sizeof(float));
     uint8_t *found = malloc((size_t)threads * TEAM_ROWS * row_bytes);
     if (floats && found) {
-        COLI_PARALLEL_FOR(threads)
-        for (int team = 0; team < teams; team++) {
-            size_t thread = (size_t)coli_thread_index();
-            int first = team * TEAM_ROWS, left = encoding->rows - first;
+        COLI_PARALLEL_FOR(threads, team, (size_t)teams, {
+            int first = (int)team * TEAM_ROWS, left = encoding->rows - first;
             encoded_row rows[TEAM_ROWS];
             for (size_t i = 0; i < TEAM_ROWS; i++) {
-                float *of_row = floats + (thread * TEAM_ROWS + i) * 3 * size;
+                float *of_row = floats + (coli_worker * TEAM_ROWS + i) * 3 * size;
                 rows[i] = (encoded_row){of_row, of_row + size, of_row + 2 * size, 1, 0};
             }
             encode_together(encoding, by, first, left < TEAM_ROWS ? left : TEAM_ROWS, rows,
-                            found + thread * TEAM_ROWS * row_bytes);
-        }
+                            found + coli_worker * TEAM_ROWS * row_bytes);
+        });
     }
     free(floats);
     free(found);

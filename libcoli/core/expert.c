@@ -28,15 +28,19 @@ coli_status coli_expert_check(const coli_matrix *gate, const coli_matrix *up, co
     return COLI_OK;
 }
 
+const char *coli_expert_why_two_inputs(const coli_matrix *gate, const coli_matrix *up) {
+    if (coli_matrix_rotated(gate) == coli_matrix_rotated(up)) return NULL;
+    return "its gate and up matrices need different inputs: one is stored rotated, the other is not";
+}
+
 /* gate = silu(gate) * up */
-static void silu_multiply(float *gate, const float *up, size_t S, int H) {
-    int team = coli_team(S, (size_t)H * 16);
-    COLI_PARALLEL_FOR(team)
-    for (size_t s = 0; s < S; s++) {
-        float *g = gate + s * (size_t)H;
-        const float *u = up + s * (size_t)H;
-        for (int i = 0; i < H; i++) g[i] = g[i] / (1.0f + expf(-g[i])) * u[i];
-    }
+static void silu_multiply(float *gate, const float *up, int n) {
+    for (int i = 0; i < n; i++) gate[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
+}
+
+static void silu_multiply_rows(float *gate, const float *up, size_t S, size_t H) {
+    int team = coli_team(S, H * 16);
+    COLI_PARALLEL_FOR(team, s, S, silu_multiply(gate + s * H, up + s * H, (int)H));
 }
 
 coli_status coli_expert_compute(const coli_matrix *gate, const coli_matrix *up, const coli_matrix *down,
@@ -50,7 +54,7 @@ coli_status coli_expert_compute(const coli_matrix *gate, const coli_matrix *up, 
     float *hidden = scratch + (size_t)threads * (size_t)widest, *up_rows = hidden + S * (size_t)H;
     coli_matmul_in(scratch, threads, gate, x_gate, S, hidden);
     coli_matmul_in(scratch, threads, up, x_up, S, up_rows);
-    silu_multiply(hidden, up_rows, S, H);
+    silu_multiply_rows(hidden, up_rows, S, (size_t)H);
     coli_status status = coli_matrix_rotated(down) ? coli_rotate_rows(hidden, hidden, S, H) : COLI_OK;
     if (status == COLI_OK) coli_matmul_in(scratch, threads, down, hidden, S, y);
     free(scratch);
@@ -60,6 +64,8 @@ coli_status coli_expert_compute(const coli_matrix *gate, const coli_matrix *up, 
 coli_status coli_expert_mlp(const coli_matrix *gate, const coli_matrix *up, const coli_matrix *down, const float *x,
                             size_t S, float *y) {
     FORWARD_ERROR(coli_expert_check(gate, up, down, coli_matrix_check));
+    const char *two_inputs = coli_expert_why_two_inputs(gate, up);
+    RETURN_ERROR_IF(two_inputs, COLI_E_ARGUMENT, "one x does not serve the expert: %s", two_inputs);
     if (S == 0) return COLI_OK;
     RETURN_ERROR_IF(!x || !y, COLI_E_ARGUMENT, "%s, [%zu, %d], is NULL", x ? "y" : "x", S, gate->columns);
     FORWARD_ERROR(coli_check_rows("x", S, gate->columns));

@@ -9,6 +9,9 @@
 coli_status coli_expert_check(const coli_matrix *gate, const coli_matrix *up, const coli_matrix *down,
                               coli_status (*check)(const coli_matrix *));
 
+/* Why gate and up cannot meet the same x; NULL when they can. */
+const char *coli_expert_why_two_inputs(const coli_matrix *gate, const coli_matrix *up);
+
 /* coli_expert_mlp without its checks, with rows of their own for gate and up, which differ where one of the two is rotated.
  */
 coli_status coli_expert_compute(const coli_matrix *gate, const coli_matrix *up, const coli_matrix *down,

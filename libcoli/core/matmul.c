@@ -8,15 +8,14 @@
 
 void coli_matmul_in(float *scratch, int threads, const coli_matrix *w, const float *x, size_t S, float *y) {
     const coli_kernels *kernels = coli_kernels_current();
-    int rows = w->rows, columns = w->columns;
-    int team = coli_team((size_t)rows, (size_t)columns * (1 + S));
+    size_t rows = (size_t)w->rows, columns = (size_t)w->columns;
+    int team = coli_team(rows, columns * (1 + S));
     if (team > threads) team = threads;
-    COLI_PARALLEL_FOR(team)
-    for (int row = 0; row < rows; row++) {
-        float *decoded = scratch + (size_t)coli_thread_index() * (size_t)columns;
-        kernels->decode_row(w, row, decoded);
-        kernels->dot_rows(decoded, x, S, columns, y + row, (size_t)rows);
-    }
+    COLI_PARALLEL_FOR(team, row, rows, {
+        float *decoded = scratch + coli_worker * columns;
+        kernels->decode_row(w, (int)row, decoded);
+        kernels->dot_rows(decoded, x, S, w->columns, y + row, rows);
+    });
 }
 
 coli_status coli_matmul(const coli_matrix *w, const float *x, size_t S, float *y) {

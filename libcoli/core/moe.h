@@ -19,11 +19,11 @@ typedef struct moe_expert {
     char *why_cpu;           /* NULL: the GPU does the work */
 } moe_expert;
 
-/* Memory that grows to what the largest call needs. */
-typedef struct moe_buffer {
-    void *memory;
+/* Memory of a call. */
+typedef struct moe_memory {
+    void *start; /* aligned for anything */
     size_t bytes;
-} moe_buffer;
+} moe_memory;
 
 struct coli_moe {
     coli_mutex mutex; /* one call at a time */
@@ -35,9 +35,9 @@ struct coli_moe {
     double heat_unit; /* grows by every row, which makes what was added before count less */
     double half_life; /* rows; 0: never */
     coli_moe_stats total, last;
-    char *last_failure;
-    uint64_t failures;        /* that were logged or counted */
-    moe_buffer index, floats; /* of a call, kept from one to the next where they are small */
+    coli_mutex failure_mutex; /* of what follows, and of counts of failures: jobs fail on threads of their own */
+    char *why_failed[COLI_MOE_STEPS];
+    uint64_t failures; /* that were noted */
 };
 
 /* Whether two experts are alike in all but their weights: formats, shapes, group sizes, flags. */
@@ -61,13 +61,17 @@ void moe_set_why(moe_expert *expert, const char *why);
 /* Takes the three tensors of an expert off its GPU. */
 void moe_drop(moe_expert *expert, const char *why);
 
-/* Counts a failure of a path, and logs the 1st, 2nd, 4th, 8th, ... of a layer, so that a dead device does not flood. */
-void moe_note_failure(coli_moe *layer, const char *reason);
+/* Counts experts that a step failed on in `stats`, which are the layer's, keeps the reason, and logs the 1st, 2nd, 4th,
+ * 8th,
+ * ... failure of a layer, so that a dead device does not flood. */
+void moe_note_failure(coli_moe *layer, coli_moe_stats *stats, coli_moe_step step, int experts, const char *reason);
 
-/* At least so many bytes, aligned for anything; NULL without memory. What was there before is lost. */
-void *moe_reserve(moe_buffer *buffer, size_t bytes);
-/* Releases a large buffer: small ones serve again in the next call, and a model of many layers can afford them. */
-void moe_trim(moe_buffer *buffer);
+/* At least so many bytes, of what an earlier call has given back or new; start = NULL without memory. */
+moe_memory moe_memory_take(size_t bytes);
+/* Back, for calls to come or to be freed; start may be NULL. */
+void moe_memory_give(moe_memory memory);
+/* A layer more or (-1) less: what is kept goes with the last. */
+void moe_memory_count_layer(int more);
 
 void moe_add_stats(coli_moe_stats *sum, const coli_moe_stats *more);
 void moe_add_repinned(coli_moe_repinned *sum, const coli_moe_repinned *more);

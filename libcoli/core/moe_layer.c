@@ -13,6 +13,27 @@ int moe_experts(const coli_moe *layer) {
     return layer->count + layer->has_shared;
 }
 
+/*------   Texts   ------*/
+
+static char out_of_memory[] = "the reason is lost: out of memory";
+
+static void set_text(char **text, const char *new) {
+    if (*text != out_of_memory) free(*text);
+    *text = NULL;
+    if (!new) return;
+    size_t size = strlen(new) + 1;
+    *text = malloc(size);
+    if (*text)
+        memcpy(*text, new, size);
+    else
+        *text = out_of_memory;
+}
+
+static size_t copy_text(const char *from, char *text, size_t size) {
+    if (text && size) snprintf(text, size, "%s", from ? from : "");
+    return from ? strlen(from) : 0;
+}
+
 /*------   Creation   ------*/
 
 static coli_status check_expert(const coli_expert *expert, int number, int D, int H, int with_weights) {
@@ -71,6 +92,8 @@ coli_status coli_moe_create(const coli_expert *experts, int count, const coli_ex
         RETURN_ERROR(COLI_E_MEMORY, "no memory for a layer of %d experts", count);
     }
     coli_mutex_init(&result->mutex);
+    coli_mutex_init(&result->failure_mutex);
+    moe_memory_count_layer(1);
     result->count = count;
     result->has_shared = shared != NULL;
     result->D = count ? experts[0].gate.columns : shared->gate.columns;
@@ -88,12 +111,12 @@ void coli_moe_free(coli_moe *layer) {
         moe_drop(&layer->experts[e], NULL);
         moe_release_host(layer, e);
     }
+    for (int step = 0; step < COLI_MOE_STEPS; step++) set_text(&layer->why_failed[step], NULL);
+    coli_mutex_destroy(&layer->failure_mutex);
     coli_mutex_destroy(&layer->mutex);
     free(layer->experts);
-    free(layer->last_failure);
-    free(layer->index.memory);
-    free(layer->floats.memory);
     free(layer);
+    moe_memory_count_layer(-1);
 }
 
 /*------   Host copies   ------*/
@@ -108,7 +131,7 @@ size_t moe_expert_bytes(const coli_expert *expert) {
 }
 
 int moe_needs_two_inputs(const coli_expert *expert) {
-    return coli_matrix_rotated(&expert->gate) != coli_matrix_rotated(&expert->up);
+    return coli_expert_why_two_inputs(&expert->gate, &expert->up) != NULL;
 }
 
 static void take_pointers(coli_matrix *matrix, const coli_matrix *given) {
@@ -150,45 +173,7 @@ void moe_release_host(coli_moe *layer, int number) {
     layer->host.release(layer->host.user, number);
 }
 
-/*------   Memory of calls   ------*/
-
-#define KEPT_BYTES ((size_t)1 << 20)
-
-void *moe_reserve(moe_buffer *buffer, size_t bytes) {
-    if (!bytes) bytes = 1;
-    if (buffer->bytes >= bytes) return buffer->memory;
-    free(buffer->memory);
-    buffer->memory = malloc(bytes);
-    buffer->bytes = buffer->memory ? bytes : 0;
-    return buffer->memory;
-}
-
-void moe_trim(moe_buffer *buffer) {
-    if (buffer->bytes <= KEPT_BYTES) return;
-    free(buffer->memory);
-    *buffer = (moe_buffer){0};
-}
-
 /*------   Reasons   ------*/
-
-static char out_of_memory[] = "the reason is lost: out of memory";
-
-static void set_text(char **text, const char *new) {
-    if (*text != out_of_memory) free(*text);
-    *text = NULL;
-    if (!new) return;
-    size_t size = strlen(new) + 1;
-    *text = malloc(size);
-    if (*text)
-        memcpy(*text, new, size);
-    else
-        *text = out_of_memory;
-}
-
-static size_t copy_text(const char *from, char *text, size_t size) {
-    if (text && size) snprintf(text, size, "%s", from ? from : "");
-    return from ? strlen(from) : 0;
-}
 
 void moe_set_why(moe_expert *expert, const char *why) {
     if (expert->why_cpu || why) set_text(&expert->why_cpu, why);
@@ -204,11 +189,14 @@ void moe_drop(moe_expert *expert, const char *why) {
     moe_set_why(expert, why);
 }
 
-void moe_note_failure(coli_moe *layer, const char *reason) {
-    set_text(&layer->last_failure, reason);
-    layer->failures++;
-    int is_power_of_two = !(layer->failures & (layer->failures - 1));
-    if (is_power_of_two) coli_log(1, "failure %llu of an MoE layer: %s", (unsigned long long)layer->failures, reason);
+void moe_note_failure(coli_moe *layer, coli_moe_stats *stats, coli_moe_step step, int experts, const char *reason) {
+    coli_mutex_lock(&layer->failure_mutex);
+    stats->failed[step] += (uint64_t)experts;
+    set_text(&layer->why_failed[step], reason);
+    uint64_t failures = ++layer->failures;
+    coli_mutex_unlock(&layer->failure_mutex);
+    int is_power_of_two = !(failures & (failures - 1));
+    if (is_power_of_two) coli_log(1, "failure %llu of an MoE layer: %s", (unsigned long long)failures, reason);
 }
 
 /*------   Heat   ------*/
@@ -228,8 +216,8 @@ void moe_add_heat(coli_moe *layer, const size_t *first, size_t S) {
     for (int e = 0; e < layer->count; e++) layer->experts[e].heat += (double)(first[e + 1] - first[e]) * layer->heat_unit;
 }
 
-coli_status coli_moe_heat(coli_moe *layer, double *heat) {
-    RETURN_ERROR_IF(!layer || !heat, COLI_E_ARGUMENT, "coli_moe_heat needs a layer and a place for its result");
+coli_status coli_moe_get_heat(coli_moe *layer, double *heat) {
+    RETURN_ERROR_IF(!layer || !heat, COLI_E_ARGUMENT, "coli_moe_get_heat needs a layer and a place for its result");
     coli_mutex_lock(&layer->mutex);
     for (int e = 0; e < layer->count; e++) heat[e] = moe_heat_of(layer, &layer->experts[e]);
     coli_mutex_unlock(&layer->mutex);
@@ -273,8 +261,8 @@ void moe_add_stats(coli_moe_stats *sum, const coli_moe_stats *more) {
     for (int path = 0; path < COLI_MOE_PATHS; path++) {
         sum->experts[path] += more->experts[path];
         sum->pairs[path] += more->pairs[path];
-        sum->failed[path] += more->failed[path];
     }
+    for (int step = 0; step < COLI_MOE_STEPS; step++) sum->failed[step] += more->failed[step];
     sum->rotations += more->rotations;
     sum->cpu_bytes += more->cpu_bytes;
     sum->issue_seconds += more->issue_seconds;
@@ -294,11 +282,12 @@ coli_status coli_moe_get_stats(coli_moe *layer, coli_moe_stats *total, coli_moe_
     return COLI_OK;
 }
 
-size_t coli_moe_last_failure(coli_moe *layer, char *text, size_t size) {
-    if (!layer) return copy_text("the layer is NULL", text, size);
-    coli_mutex_lock(&layer->mutex);
-    size_t length = copy_text(layer->last_failure, text, size);
-    coli_mutex_unlock(&layer->mutex);
+size_t coli_moe_why_failed(coli_moe *layer, coli_moe_step step, char *text, size_t size) {
+    if (!layer || (int)step < 0 || step >= COLI_MOE_STEPS)
+        return copy_text(layer ? "there is no such step" : "the layer is NULL", text, size);
+    coli_mutex_lock(&layer->failure_mutex);
+    size_t length = copy_text(layer->why_failed[step], text, size);
+    coli_mutex_unlock(&layer->failure_mutex);
     return length;
 }
 

@@ -80,7 +80,7 @@ static candidate *list_candidates(coli_moe *const *layers, int layer_count, int 
 typedef struct room {
     int device;
     size_t left;
-    char why_none[512]; /* why it is not known what is free; "" where it is */
+    char why_none[COLI_WHY_BYTES - 256]; /* why it is not known what is free; "" where it is */
 } room;
 
 static const coli_matrix *matrix_of(const coli_expert *expert, int i) {
@@ -91,10 +91,13 @@ static const coli_matrix *matrix_of(const coli_expert *expert, int i) {
 /* Device memory that an expert is going to take. */
 static size_t expected_bytes(const coli_backend *backend, const coli_expert *expert) {
     size_t sum = 0;
+    coli_access access = coli_backend_access(backend);
+    coli_backend_lock(access);
     for (int i = 0; i < 3; i++) {
         size_t bytes = coli_matrix_bytes(matrix_of(expert, i));
         sum += backend->call.alloc_footprint ? backend->call.alloc_footprint(bytes) : bytes;
     }
+    coli_backend_unlock(access);
     return sum;
 }
 
@@ -129,11 +132,10 @@ static size_t free_room(const coli_backend *backend, room *r, size_t reserve) {
     return without(free_bytes, reserve);
 }
 
-static room room_of(const coli_backend *backend, const coli_moe_device *wanted, const candidate *all, int count,
-                    size_t reserve) {
+static room room_of(const coli_backend *backend, const coli_moe_device *wanted, const candidate *all, int count) {
     room result = {.device = wanted->device, .left = wanted->budget};
     if (wanted->budget == COLI_MOE_AUTO) {
-        result.left = free_room(backend, &result, reserve);
+        result.left = free_room(backend, &result, wanted->reserve);
         return result;
     }
     for (int i = 0; i < count; i++) {
@@ -159,10 +161,6 @@ static int find_paths(moe_expert *expert, const coli_backend *backend, const cha
     static const char *const features[] = {"issue_take", "expert_group", "expert_mlp"}; /* in the order of coli_moe_path */
     const coli_expert *m = &expert->matrices;
     int any = 0;
-    if (moe_needs_two_inputs(m)) {
-        *why = "its gate and up matrices need different inputs: one is stored rotated, the other is not";
-        return 0;
-    }
     for (int path = 0; path < COLI_MOE_CPU; path++) {
         const char *lacks = coli_backend_why_not_expert(backend, features[path], &m->gate, &m->up, &m->down);
         expert->can[path] = !lacks;
@@ -203,7 +201,7 @@ static void explain_no_room(const room *rooms, int count, size_t needed, char *w
 static void place_one(const candidate *c, coli_backend *backend, room *rooms, int count) {
     moe_expert *expert = expert_of(c);
     size_t needed = expected_bytes(backend, &expert->matrices);
-    char why[1024];
+    char why[COLI_WHY_BYTES];
     explain_no_room(rooms, count, needed, why, sizeof why);
     const char *lacks = NULL;
     if (!find_paths(expert, backend, &lacks)) {
@@ -230,25 +228,48 @@ static void place_one(const candidate *c, coli_backend *backend, room *rooms, in
     moe_set_why(expert, why);
 }
 
+/* Experts that stay on the CPU for one reason. */
+typedef struct stay {
+    const char *why;
+    int experts;
+} stay;
+
+#define STAYS 4 /* reasons in the log; many experts have the same */
+
+/* Counts an expert with its reason, or with the other reasons behind the first STAYS. Gives the new number of entries. */
+static int add_stay(stay stays[STAYS + 1], int count, const char *why) {
+    int i = 0;
+    while (i < count && i < STAYS && strcmp(stays[i].why, why)) i++;
+    if (i == count) stays[count++] = (stay){i < STAYS ? why : "other reasons, which coli_moe_why_cpu tells", 0};
+    stays[i].experts++;
+    return count;
+}
+
 static void log_placement(const candidate *all, int count) {
-    int on_gpu = 0;
+    int on_gpu = 0, stay_count = 0;
+    stay stays[STAYS + 1];
     size_t bytes = 0;
     for (int i = 0; i < count; i++) {
         const moe_expert *expert = expert_of(&all[i]);
-        if (!expert->backend) continue;
-        on_gpu++;
-        bytes += taken_bytes(expert);
+        if (expert->backend) {
+            on_gpu++;
+            bytes += taken_bytes(expert);
+        } else if (expert->why_cpu) {
+            stay_count = add_stay(stays, stay_count, expert->why_cpu);
+        }
     }
     coli_log(2, "%d of %d experts are on GPUs, in %.1f GB", on_gpu, count, (double)bytes / 1e9);
+    for (int i = 0; i < stay_count; i++)
+        coli_log(1, "%d of %d experts stay on the CPU: %s", stays[i].experts, count, stays[i].why);
 }
 
 static coli_status place_all(coli_moe *const *layers, int layer_count, coli_backend *backend,
-                             const coli_moe_device *devices, int device_count, size_t reserve) {
+                             const coli_moe_device *devices, int device_count) {
     int count;
     candidate *all = list_candidates(layers, layer_count, &count);
     room *rooms = malloc((size_t)device_count * sizeof *rooms);
     if (all && rooms) {
-        for (int i = 0; i < device_count; i++) rooms[i] = room_of(backend, &devices[i], all, count, reserve);
+        for (int i = 0; i < device_count; i++) rooms[i] = room_of(backend, &devices[i], all, count);
         for (int i = 0; i < count; i++) {
             if (!expert_of(&all[i])->backend) place_one(&all[i], backend, rooms, device_count);
         }
@@ -262,7 +283,7 @@ static coli_status place_all(coli_moe *const *layers, int layer_count, coli_back
 }
 
 coli_status coli_moe_place(coli_moe *const *layers, int layer_count, coli_backend *backend, const coli_moe_device *devices,
-                           int device_count, size_t reserve) {
+                           int device_count) {
     RETURN_ERROR_IF(!backend, COLI_E_ARGUMENT, "coli_moe_place needs a backend, got NULL");
     RETURN_ERROR_IF(device_count < 1 || !devices, COLI_E_ARGUMENT, "coli_moe_place needs at least 1 device, got %d",
                     devices ? device_count : 0);
@@ -276,7 +297,7 @@ coli_status coli_moe_place(coli_moe *const *layers, int layer_count, coli_backen
     }
     coli_moe **locked;
     FORWARD_ERROR(lock_all(layers, layer_count, &locked));
-    coli_status status = place_all(layers, layer_count, backend, devices, device_count, reserve);
+    coli_status status = place_all(layers, layer_count, backend, devices, device_count);
     unlock_all(locked, layer_count);
     return status;
 }
@@ -319,18 +340,23 @@ static void move_tensors(moe_expert *from, moe_expert *to) {
     from->device = -1;
 }
 
+static void note_failed_update(coli_moe *layer, const char *why) {
+    moe_note_failure(layer, &layer->total, COLI_MOE_STEP_UPDATE, 1, why);
+}
+
 /* 1 when `hot` has the place of `cold`; 0 with both on the CPU, or with nothing changed where `hot` has no host copy. */
 static int swap(const candidate *hot, const candidate *cold) {
     moe_expert *comes = expert_of(hot), *leaves = expert_of(cold);
-    char why[1024];
+    char why[COLI_WHY_BYTES];
     if (moe_need_host(hot->layer, hot->number) != COLI_OK) {
         moe_set_why(comes, coli_last_error());
+        note_failed_update(hot->layer, coli_last_error());
         return 0;
     }
     if (!overwrite(leaves, &comes->matrices, why, sizeof why)) {
         moe_drop(leaves, why);
         moe_set_why(comes, why);
-        moe_note_failure(cold->layer, why);
+        note_failed_update(hot->layer, why);
         return 0;
     }
     move_tensors(leaves, comes);
@@ -364,11 +390,11 @@ static int coldest(const candidate *all, int end, const candidate *hot) {
     return -1;
 }
 
-static void repin_all(const candidate *all, int count, double hysteresis, int most_swaps, coli_moe_repinned *result) {
+static void repin_all(const candidate *all, int count, double hysteresis, int max_swaps, coli_moe_repinned *result) {
     int last = coldest(all, count, NULL); /* nothing that is colder can win a place */
     for (int i = 0; i < last; i++) {
         const candidate *hot = &all[i];
-        if (most_swaps && result->swaps + result->failed >= (uint64_t)most_swaps) return;
+        if (max_swaps && result->swaps + result->failed >= (uint64_t)max_swaps) return;
         if (hot->heat < 1) return;
         if (expert_of(hot)->backend) continue;
         int cold = coldest(all, last + 1, hot);
@@ -378,16 +404,16 @@ static void repin_all(const candidate *all, int count, double hysteresis, int mo
     }
 }
 
-coli_status coli_moe_repin(coli_moe *const *layers, int layer_count, double hysteresis, int most_swaps,
+coli_status coli_moe_repin(coli_moe *const *layers, int layer_count, double hysteresis, int max_swaps,
                            coli_moe_repinned *result) {
     RETURN_ERROR_IF(!(hysteresis >= 0), COLI_E_ARGUMENT, "hysteresis must be 0 or more, got %g", hysteresis);
-    RETURN_ERROR_IF(most_swaps < 0, COLI_E_ARGUMENT, "most_swaps must be 0 or more, got %d", most_swaps);
+    RETURN_ERROR_IF(max_swaps < 0, COLI_E_ARGUMENT, "max_swaps must be 0 or more, got %d", max_swaps);
     coli_moe **locked;
     FORWARD_ERROR(lock_all(layers, layer_count, &locked));
     int count;
     coli_moe_repinned done = {0};
     candidate *all = list_candidates(layers, layer_count, &count);
-    if (all) repin_all(all, count, hysteresis, most_swaps, &done);
+    if (all) repin_all(all, count, hysteresis, max_swaps, &done);
     unlock_all(locked, layer_count);
     RETURN_ERROR_IF(!all, COLI_E_MEMORY, "no memory to list the experts of %d layers", layer_count);
     free(all);

@@ -134,11 +134,10 @@ coli_status coli_route(const coli_router *router, const float *logits, size_t S,
     int team = coli_team(S, experts * (8 + K));
     double *scratch = malloc((size_t)team * 3 * experts * sizeof(double));
     RETURN_ERROR_IF(!scratch, COLI_E_MEMORY, "no memory to route to %d experts on %d threads", router->experts, team);
-    COLI_PARALLEL_FOR(team)
-    for (size_t s = 0; s < S; s++) {
-        double *own = scratch + (size_t)coli_thread_index() * 3 * experts;
+    COLI_PARALLEL_FOR(team, s, S, {
+        double *own = scratch + coli_worker * 3 * experts;
         route_row(router, logits + s * experts, ids + s * K, weights + s * K, own);
-    }
+    });
     free(scratch);
     return COLI_OK;
 }

@@ -1,9 +1,11 @@
 /* moe_rows.c - rows on their way to experts and back: rotated once, sorted, packed, summed. */
+#include <stdio.h>
 #include <string.h>
 
-#include "../include/coli/coli_moe.h"
+#include "expert.h"
 #include "kernels.h"
 #include "matrix.h"
+#include "moe.h"
 #include "status.h"
 
 coli_status coli_rows_for(coli_rows *rows, const coli_matrix *matrix, const float **x) {
@@ -67,4 +69,32 @@ void coli_add_rows(const float *rows, int D, const int *tokens, const float *pai
     for (size_t i = 0; i < n; i++) {
         kernels->add_products(y + (size_t)tokens[i] * (size_t)D, D, pair_weights + i, 1, rows + i * (size_t)D, 0);
     }
+}
+
+/*------   The fallback of one expert   ------*/
+
+coli_status coli_expert_fallback(const coli_backend *backend, const coli_expert_tensors *tensors, const coli_expert *expert,
+                                 const float *x_gate, const float *x_up, size_t S, float *y, coli_moe_path *path, char *why,
+                                 size_t why_size) {
+    RETURN_ERROR_IF(!expert || !path, COLI_E_ARGUMENT, "coli_expert_fallback needs an expert and a place for its path");
+    const coli_expert *m = expert;
+    FORWARD_ERROR(coli_expert_check(&m->gate, &m->up, &m->down, coli_matrix_check));
+    RETURN_ERROR_IF(S && (!x_gate || !x_up || !y), COLI_E_ARGUMENT, "%s of %zu rows is NULL",
+                    x_gate ? (x_up ? "y" : "x_up") : "x_gate", S);
+    const char *reason = "there are no tensors of it";
+    char failure[COLI_WHY_BYTES];
+    *path = COLI_MOE_SINGLE;
+    if (tensors) reason = coli_backend_why_not_expert_mlp(backend, &m->gate, &m->up, &m->down, S);
+    if (!reason && S) {
+        coli_access access = coli_backend_access(backend);
+        coli_backend_lock(access);
+        int done = backend->call.expert_mlp(tensors->gate, tensors->up, tensors->down, y, x_gate, (int)S);
+        if (!done) coli_backend_explain(backend, "coli_cuda_expert_mlp", failure, sizeof failure);
+        coli_backend_unlock(access);
+        if (!done) reason = failure;
+    }
+    if (why && why_size) snprintf(why, why_size, "%s", reason ? reason : "");
+    if (!reason) return COLI_OK;
+    *path = COLI_MOE_CPU;
+    return S ? coli_expert_compute(&m->gate, &m->up, &m->down, x_gate, x_up, S, y) : COLI_OK;
 }

@@ -1,5 +1,4 @@
 /* placed.c - matrices that compute on a GPU where they can, and on the CPU with a reason where they cannot. */
-#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,14 +11,12 @@
 #include "status.h"
 #include "tables.h"
 
-#define WHY_BYTES 1024
-
 struct coli_placed {
     coli_matrix matrix;
     coli_backend *backend;
-    ColiCudaTensor *tensor;  /* NULL on the CPU */
-    int device;              /* -1 on the CPU */
-    char why_cpu[WHY_BYTES]; /* "" while the GPU does the work */
+    ColiCudaTensor *tensor;       /* NULL on the CPU */
+    int device;                   /* -1 on the CPU */
+    char why_cpu[COLI_WHY_BYTES]; /* "" while the GPU does the work */
 };
 
 /*------   Upload   ------*/
@@ -36,23 +33,24 @@ static int is_configured(const coli_backend *backend, int device, int *configure
     return found;
 }
 
-static void explain_not_configured(const coli_backend *backend, int device, int configured, char why[WHY_BYTES]) {
+static void explain_not_configured(const coli_backend *backend, int device, int configured, char why[COLI_WHY_BYTES]) {
     coli_backend_lock(COLI_SHARED);
-    snprintf(why, WHY_BYTES, "GPU %d is not among the %d that coli_backend_init or coli_cuda_init configured%s%s", device,
-             configured, backend->init_error[0] ? "; the last coli_backend_init failed: " : "", backend->init_error);
+    snprintf(why, COLI_WHY_BYTES, "GPU %d is not among the %d that coli_backend_init or coli_cuda_init configured%s%s",
+             device, configured, backend->init_error[0] ? "; the last coli_backend_init failed: " : "",
+             backend->init_error);
     coli_backend_unlock(COLI_SHARED);
 }
 
 /* Finds what keeps the matrix from GPU `device`, short of trying; 0 with the reason in `why`. */
-static int may_upload(coli_backend *backend, int device, const coli_matrix *matrix, char why[WHY_BYTES]) {
+static int may_upload(coli_backend *backend, int device, const coli_matrix *matrix, char why[COLI_WHY_BYTES]) {
     const char *lacks = coli_backend_why_not(backend, coli_format_get(matrix->format)->name);
     int configured = 0;
     if (device < 0) {
-        snprintf(why, WHY_BYTES, "device %d asks for the CPU", device);
+        snprintf(why, COLI_WHY_BYTES, "device %d asks for the CPU", device);
     } else if (lacks) {
-        snprintf(why, WHY_BYTES, "%s", lacks);
+        snprintf(why, COLI_WHY_BYTES, "%s", lacks);
     } else if (matrix->codebook && memcmp(matrix->codebook, coli_e8_codebook(), COLI_E8_CODEBOOK_BYTES)) {
-        snprintf(why, WHY_BYTES, "its codebook is not the published one, and a GPU library has one codebook for all");
+        snprintf(why, COLI_WHY_BYTES, "its codebook is not the published one, and a GPU library has one codebook for all");
     } else if (!is_configured(backend, device, &configured)) {
         explain_not_configured(backend, device, configured, why);
     } else {
@@ -177,23 +175,23 @@ static coli_status check_same_kind(const coli_matrix *old, const coli_matrix *ne
 }
 
 /* Overwrites the tensor; 0 with the reason in `why`. */
-static int update_on_gpu(coli_placed *placed, const coli_matrix *matrix, char why[WHY_BYTES]) {
+static int update_on_gpu(coli_placed *placed, const coli_matrix *matrix, char why[COLI_WHY_BYTES]) {
     const coli_backend *backend = placed->backend;
     if (!may_upload(placed->backend, placed->device, matrix, why)) return 0;
     if (!backend->call.tensor_update) {
-        snprintf(why, WHY_BYTES, "%s", coli_backend_why_not(backend, "update"));
+        snprintf(why, COLI_WHY_BYTES, "%s", coli_backend_why_not(backend, "update"));
         return 0;
     }
     coli_access access = coli_backend_access(backend);
     coli_backend_lock(access);
     int done = backend->call.tensor_update(placed->tensor, matrix->weights, matrix->scales);
-    if (!done) coli_backend_explain(backend, "coli_cuda_tensor_update", why, WHY_BYTES);
+    if (!done) coli_backend_explain(backend, "coli_cuda_tensor_update", why, COLI_WHY_BYTES);
     coli_backend_unlock(access);
     return done;
 }
 
 /* Leaves the matrix to the CPU. */
-static void leave_gpu(coli_placed *placed, const char why[WHY_BYTES]) {
+static void leave_gpu(coli_placed *placed, const char why[COLI_WHY_BYTES]) {
     coli_access access = coli_backend_access(placed->backend);
     coli_backend_lock(access);
     placed->backend->call.tensor_free(placed->tensor);
@@ -208,7 +206,7 @@ coli_status coli_placed_update(coli_placed *placed, const coli_matrix *matrix) {
     RETURN_ERROR_IF(!placed, COLI_E_ARGUMENT, "coli_placed_update needs a placed matrix, got placed = NULL");
     FORWARD_ERROR(coli_matrix_check(matrix));
     FORWARD_ERROR(check_same_kind(&placed->matrix, matrix));
-    char why[WHY_BYTES] = "";
+    char why[COLI_WHY_BYTES] = "";
     if (placed->tensor && !update_on_gpu(placed, matrix, why)) leave_gpu(placed, why);
     placed->matrix = *matrix;
     return COLI_OK;
@@ -222,23 +220,22 @@ const char *coli_placed_why_cpu(const coli_placed *placed) {
 /*------   Products   ------*/
 
 /* Remembers why the last call was not the GPU's; "" when it was. A matrix on the CPU keeps the reason of its placement. */
-static void remember(coli_placed *placed, const char why[WHY_BYTES]) {
+static void remember(coli_placed *placed, const char why[COLI_WHY_BYTES]) {
     if (placed->tensor) memcpy(placed->why_cpu, why, strlen(why) + 1);
 }
 
-static int fits_gpu_call(size_t S, char why[WHY_BYTES]) {
-    if (S <= INT_MAX) return 1;
-    snprintf(why, WHY_BYTES, "%zu rows are more than the %d that a GPU call takes", S, INT_MAX);
-    return 0;
+static int can_call(const char *lacks, char why[COLI_WHY_BYTES]) {
+    if (lacks) snprintf(why, COLI_WHY_BYTES, "%s", lacks);
+    return !lacks;
 }
 
-static void report_failure(const coli_backend *backend, const char *call, char why[WHY_BYTES]) {
-    coli_backend_explain(backend, call, why, WHY_BYTES);
+static void report_failure(const coli_backend *backend, const char *call, char why[COLI_WHY_BYTES]) {
+    coli_backend_explain(backend, call, why, COLI_WHY_BYTES);
     coli_log(1, "computed on the CPU instead: %s", why);
 }
 
-static int matmul_on_gpu(coli_placed *w, const float *x, size_t S, float *y, char why[WHY_BYTES]) {
-    if (!w->tensor || !fits_gpu_call(S, why)) return 0;
+static int matmul_on_gpu(coli_placed *w, const float *x, size_t S, float *y, char why[COLI_WHY_BYTES]) {
+    if (!w->tensor || !can_call(coli_backend_why_not_rows(S), why)) return 0;
     const coli_matrix *m = &w->matrix;
     coli_access access = coli_backend_access(w->backend);
     coli_backend_lock(access);
@@ -253,36 +250,35 @@ coli_status coli_placed_matmul(coli_placed *w, const float *x, size_t S, float *
     RETURN_ERROR_IF(!w, COLI_E_ARGUMENT, "coli_placed_matmul needs a placed matrix, got w = NULL");
     if (!S) return COLI_OK;
     RETURN_ERROR_IF(!x || !y, COLI_E_ARGUMENT, "%s of %zu rows is NULL", x ? "y" : "x", S);
-    char why[WHY_BYTES] = "";
+    char why[COLI_WHY_BYTES] = "";
     int done = matmul_on_gpu(w, x, S, y, why);
     remember(w, why);
     return done ? COLI_OK : coli_matmul(&w->matrix, x, S, y);
 }
 
 /* Finds what keeps an expert from the GPU, short of trying; 0 with the reason in `why`. */
-static int may_run_expert(coli_placed *const matrices[3], size_t S, char why[WHY_BYTES]) {
+static int may_run_expert(coli_placed *const matrices[3], size_t S, char why[COLI_WHY_BYTES]) {
     static const char *const names[3] = {"gate", "up", "down"};
     for (int i = 0; i < 3; i++) {
         if (matrices[i]->tensor) continue;
-        snprintf(why, WHY_BYTES, "its %s matrix is on the CPU: %.900s", names[i], matrices[i]->why_cpu);
+        snprintf(why, COLI_WHY_BYTES, "its %s matrix is on the CPU: %.900s", names[i], matrices[i]->why_cpu);
         return 0;
     }
     const coli_placed *gate = matrices[0], *up = matrices[1], *down = matrices[2];
     if (gate->backend != up->backend || gate->backend != down->backend) {
-        snprintf(why, WHY_BYTES, "its matrices were placed through different backends");
+        snprintf(why, COLI_WHY_BYTES, "its matrices were placed through different backends");
         return 0;
     }
     if (gate->device != up->device || gate->device != down->device) {
-        snprintf(why, WHY_BYTES, "its matrices are on different GPUs: gate on %d, up on %d, down on %d", gate->device,
+        snprintf(why, COLI_WHY_BYTES, "its matrices are on different GPUs: gate on %d, up on %d, down on %d", gate->device,
                  up->device, down->device);
         return 0;
     }
-    const char *lacks = coli_backend_why_not_expert(gate->backend, "expert_mlp", &gate->matrix, &up->matrix, &down->matrix);
-    if (lacks) snprintf(why, WHY_BYTES, "%s", lacks);
-    return !lacks && fits_gpu_call(S, why);
+    const coli_backend *backend = gate->backend;
+    return can_call(coli_backend_why_not_expert_mlp(backend, &gate->matrix, &up->matrix, &down->matrix, S), why);
 }
 
-static int expert_on_gpu(coli_placed *const matrices[3], const float *x, size_t S, float *y, char why[WHY_BYTES]) {
+static int expert_on_gpu(coli_placed *const matrices[3], const float *x, size_t S, float *y, char why[COLI_WHY_BYTES]) {
     if (!may_run_expert(matrices, S, why)) return 0;
     const coli_backend *backend = matrices[0]->backend;
     coli_access access = coli_backend_access(backend);
@@ -303,7 +299,7 @@ coli_status coli_placed_expert_mlp(coli_placed *gate, coli_placed *up, coli_plac
     FORWARD_ERROR(coli_expert_check(&gate->matrix, &up->matrix, &down->matrix, coli_matrix_check));
     if (!S) return COLI_OK;
     RETURN_ERROR_IF(!x || !y, COLI_E_ARGUMENT, "%s of %zu rows is NULL", x ? "y" : "x", S);
-    char why[WHY_BYTES] = "";
+    char why[COLI_WHY_BYTES] = "";
     int done = expert_on_gpu(matrices, x, S, y, why);
     for (int i = 0; i < 3; i++) remember(matrices[i], why);
     return done ? COLI_OK : coli_expert_mlp(&gate->matrix, &up->matrix, &down->matrix, x, S, y);

@@ -48,12 +48,7 @@ static coli_status rotate_rows(const float *x, float *y, size_t rows, int dim, r
     FORWARD_ERROR(coli_check_rows("x", rows, dim));
     const coli_kernels *kernels = coli_kernels_current();
     int team = coli_team(rows, (size_t)dim * 4);
-    if (team == 1) { /* a row takes a microsecond or two, and to ask OpenMP for one thread half of one */
-        for (size_t row = 0; row < rows; row++) rotate(kernels, x + row * (size_t)dim, y + row * (size_t)dim, dim);
-        return COLI_OK;
-    }
-    COLI_PARALLEL_FOR(team)
-    for (size_t row = 0; row < rows; row++) rotate(kernels, x + row * (size_t)dim, y + row * (size_t)dim, dim);
+    COLI_PARALLEL_FOR(team, row, rows, rotate(kernels, x + row * (size_t)dim, y + row * (size_t)dim, dim));
     return COLI_OK;
 }
 

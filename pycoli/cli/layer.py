@@ -31,7 +31,8 @@ def layer_forward(checkpoint: Checkpoint, layer: int, fmt: str, rows: np.ndarray
     with pycoli.MoELayer(experts, router, shared, devices=device, shared_gate=gate) as block:
         ids, weights = router(rows)
         y = block(rows, ids, weights)
-        stats, where = block.stats()["last"], block.where
+        where, all_stats = block.where, block.stats()
+        stats, why_failed = all_stats["last"], all_stats["why_failed"]
         reasons = sorted({block.why_cpu(i) or "" for i in range(len(where))} - {""})
         seconds = _median_seconds(lambda: block(rows, ids, weights))
     against_decoded = RelativeError()
@@ -54,6 +55,7 @@ def layer_forward(checkpoint: Checkpoint, layer: int, fmt: str, rows: np.ndarray
         "why_cpu": reasons if device != "cpu" else [],
         "paths": {path: {"experts": n, "rows": stats["pairs"][path]} for path, n in stats["experts"].items()},
         "failed": stats["failed"],
+        "why_failed": {step: why for step, why in why_failed.items() if stats["failed"][step]},
         "rotations": stats["rotations"],
         "seconds": {stage: stats[f"{stage}_seconds"] for stage in ("issue", "cpu", "take", "sum")},
         "seconds_per_call": seconds,
@@ -83,13 +85,11 @@ def layer_text(report: dict, name: str) -> str:
         ("error", [f"{report['error_against_decoded']:.2e} against float64 of the decoded weights"]),
         ("routing", [f"{report['routing_error']:.2e} off float64"]),
     ]
-    lines = [
-        [path, str(done["experts"]), str(done["rows"]), str(report["failed"][path])]
-        for path, done in report["paths"].items()
-    ]
+    lines = [[path, str(done["experts"]), str(done["rows"])] for path, done in report["paths"].items()]
+    failed = [f"{step} failed on {report['failed'][step]} experts: {why}" for step, why in report["why_failed"].items()]
     verdict = [f"WRONG: {reason}" for reason in report["wrong"]] or [f"right: the limit is {report['error_limit']:.0e}"]
-    paths = table(["path", "experts", "rows", "failed"], lines, total=False)
-    return "\n\n".join([sections(facts), paths, "\n".join(verdict)])
+    paths = table(["path", "experts", "rows"], lines, total=False)
+    return "\n\n".join([sections(facts), "\n".join([paths, *failed]), "\n".join(verdict)])
 
 
 def routing_error(rows: np.ndarray, ids: np.ndarray, weights: np.ndarray, settings: dict) -> float:

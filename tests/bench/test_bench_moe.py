@@ -1,10 +1,12 @@
-"""What an MoE layer costs around the work itself: a rotation, and a call with 8 experts on a GPU that takes no time."""
+"""What an MoE layer costs around the work itself: a rotation, and a call with 8 experts on a GPU that takes no
+time. And what it hides of the shorter side where both GPU and CPU take time."""
 
 import shutil
 
 import numpy as np
 import oracle
 import pytest
+from overlap import overlap
 
 import pycoli
 from pycoli import cpu
@@ -66,3 +68,17 @@ def test_call_of_8_experts(benchmark, instant_layer, part):
 
     assert issue_and_take()[0] == 1
     benchmark(issue_and_take)
+
+
+@pytest.mark.parametrize("gpu_to_cpu", [0.5, 1, 2])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_overlap(benchmark, build_dir, tmp_path, monkeypatch, capsys, threads, gpu_to_cpu):
+    """Times a call of both sides, and prints how much of the shorter one it hides."""
+    with overlap(build_dir, tmp_path, lambda delay: monkeypatch.setenv("STUB_DELAY_US", delay), threads) as measured:
+        shares = measured.hidden_shares(gpu_to_cpu)
+        benchmark.extra_info["hidden"] = shares
+        with capsys.disabled():
+            hidden = ", ".join(f"{share:.0%}" for share in shares)
+            print(f"\n{threads} CPU threads, GPU {gpu_to_cpu} times as long: {hidden} of the shorter side are hidden")
+        assert max(shares) >= 0.8
+        benchmark(measured.call, [measured.on_gpu[0], measured.on_cpu[0]])

@@ -79,10 +79,10 @@ static void check_acquire(const coli_moe_host *host) {
 }
 
 static void check_unplace(const coli_moe_host *host, coli_backend *backend) {
-    const coli_moe_device device = {0, (size_t)1 << 20};
+    const coli_moe_device device = {0, (size_t)1 << 20, 0};
     coli_moe *layer = NULL;
     CHECK_OK(coli_moe_create(experts, E, NULL, host, &layer));
-    CHECK_OK(coli_moe_place(&layer, 1, backend, &device, 1, 0));
+    CHECK_OK(coli_moe_place(&layer, 1, backend, &device, 1));
     CHECK(held == 0 && coli_moe_device_of(layer, E - 1) == 0, "placed, and %d copies are held", held);
     coli_moe_unplace(layer);
     CHECK(held == 0 && coli_moe_device_of(layer, 0) == -1, "%d copies are held before they are needed", held);

@@ -95,11 +95,28 @@ static void check_expert(const char *gate_format, const char *down_format, int d
     }
 }
 
+/* One x cannot be both rotated and plain. */
+static void gate_and_up_that_differ(void) {
+    coli_matrix m[3] = {random_matrix("e8", H, D, 0, 1), random_matrix("int8", H, D, 0, 2),
+                        random_matrix("int8", D, H, 0, 3)};
+    coli_placed *placed[3] = {place(&m[0]), place(&m[1]), place(&m[2])};
+    float x[D] = {1}, y[D] = {7};
+    CHECK(says(coli_backend_why_not_expert(backend, "expert_group", &m[0], &m[1], &m[2]), "different inputs"), "group");
+    CHECK(coli_placed_expert_mlp(placed[0], placed[1], placed[2], x, 1, y) == COLI_E_ARGUMENT, "one x was taken for both");
+    CHECK(says(coli_last_error(), "different inputs") && y[0] == 7, "%s", coli_last_error());
+    CHECK(coli_expert_mlp(&m[1], &m[0], &m[2], x, 1, y) == COLI_E_ARGUMENT && y[0] == 7, "on the CPU neither");
+    for (int i = 0; i < 3; i++) {
+        coli_placed_free(placed[i]);
+        release_matrix(&m[i]);
+    }
+}
+
 static void experts(void) {
     check_expert("int8", "f32", 0);
     check_expert("e8", "e8", 0);
     check_expert("e8", "e8", COLI_UNROTATED);
     check_expert("int4-g64", "mxfp4", 0);
+    gate_and_up_that_differ();
 }
 
 /*------   Devices   ------*/

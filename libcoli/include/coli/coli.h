@@ -163,7 +163,7 @@ COLI_API coli_status coli_unrotate_rows(const float *x, float *y, size_t rows, i
  * number of threads, and a row's result does not depend on the other rows. y must not overlap x. */
 COLI_API coli_status coli_matmul(const coli_matrix *w, const float *x, size_t S, float *y);
 /* y [S, D] = down(silu(gate x) * (up x)); gate and up [H, D], down [D, H], in any formats. Gate and up meet the same x, so
- * both are rotated or neither is. */
+ * both are rotated or neither is (else COLI_E_ARGUMENT). */
 COLI_API coli_status coli_expert_mlp(const coli_matrix *gate, const coli_matrix *up, const coli_matrix *down,
                                      const float *x, size_t S, float *y);
 
@@ -199,7 +199,8 @@ COLI_API const char *coli_backend_feature_name(int index);
  * backend. */
 COLI_API const char *coli_backend_why_not(const coli_backend *backend, const char *feature);
 /* Why this backend cannot compute an expert of these matrices by the feature "expert_mlp", "expert_group" or "issue_take":
- * NULL when it can; else what coli_backend_why_not() says of the feature, or what the library would get wrong. A library
+ * NULL when it can; else what coli_backend_why_not() says of the feature, that gate and up need different inputs, or what
+ * the library would get wrong. A library
  * without coli_cuda_abi_version does not refuse such calls, it computes something else, so hosts should ask here first.
  * Only format, columns and flags of the matrices are read. Lives as long as the backend. */
 COLI_API const char *coli_backend_why_not_expert(const coli_backend *backend, const char *feature, const coli_matrix *gate,

@@ -6,7 +6,7 @@
  *
  *       coli_moe *layer;
  *       coli_moe_create(experts, count, NULL, NULL, &layer);
- *       coli_moe_place(&layer, 1, backend, devices, device_count, COLI_MOE_RESERVE);   // without it: all on the CPU
+ *       coli_moe_place(&layer, 1, backend, devices, device_count);                     // without it: all on the CPU
  *       coli_route(&router, logits, S, ids, weights);                                  // or the host's own routing
  *       coli_moe_forward(layer, x, S, ids, weights, router.top_k, NULL, y);
  *       coli_moe_repin(&layer, 1, 0.25, 0, NULL);                                      // now and then
@@ -98,17 +98,18 @@ COLI_API coli_status coli_moe_forward(coli_moe *layer, const float *x, size_t S,
 #define COLI_MOE_RESERVE ((size_t)2 << 30) /* a usual reserve, for activations and attention caches */
 
 typedef struct coli_moe_device {
-    int device;    /* CUDA ordinal */
-    size_t budget; /* bytes for the experts of the layers in the call, those placed before included; or COLI_MOE_AUTO */
+    int device;     /* CUDA ordinal */
+    size_t budget;  /* bytes for the experts of the layers in the call, those placed before included; or COLI_MOE_AUTO */
+    size_t reserve; /* bytes that COLI_MOE_AUTO leaves free */
 } coli_moe_device;
 
 /* Uploads the experts of all these layers, shared ones first, then the hottest, each whole or not at all, to the device
- * with the most room left, until budgets are used up. Devices must have been configured by coli_backend_init; `reserve`
- * bytes are left free where a budget is COLI_MOE_AUTO. Experts that are on a GPU stay there, so the call may be repeated. A
- * device that fails gets no more in this call, and the next one is tried. COLI_OK also where nothing could be placed:
- * coli_moe_why_cpu() says why. `backend` must outlive the layers' stay on the GPUs. */
+ * with the most room left, until budgets are used up. Devices must have been configured by coli_backend_init. Experts that
+ * are on a GPU stay there, so the call may be repeated. A device that fails gets no more in this call, and the next one is
+ * tried. COLI_OK also where nothing could be placed: coli_moe_why_cpu() says why, and the log has a line for each reason.
+ * `backend` must outlive the layers' stay on the GPUs. */
 COLI_API coli_status coli_moe_place(coli_moe *const *layers, int layer_count, coli_backend *backend,
-                                    const coli_moe_device *devices, int device_count, size_t reserve);
+                                    const coli_moe_device *devices, int device_count);
 /* Takes all experts of the layer off the GPUs. Host copies that were released are asked for when they are needed. */
 COLI_API void coli_moe_unplace(coli_moe *layer);
 /* GPU ordinal of an expert (count: the shared one), or -1 for the CPU. */
@@ -119,21 +120,21 @@ COLI_API size_t coli_moe_why_cpu(coli_moe *layer, int expert, char *text, size_t
 
 /* Use of each expert: rows of coli_moe_forward, older ones counting less, halved every `half_life` rows of the layer (4096
  * at first; 0: never). The second call replaces heat [count], such as that of an earlier run. */
-COLI_API coli_status coli_moe_heat(coli_moe *layer, double *heat);
+COLI_API coli_status coli_moe_get_heat(coli_moe *layer, double *heat);
 COLI_API coli_status coli_moe_set_heat(coli_moe *layer, const double *heat);
 COLI_API coli_status coli_moe_set_half_life(coli_moe *layer, double half_life);
 
 typedef struct coli_moe_repinned {
     uint64_t swaps;  /* experts that came to a GPU, one for each that left */
-    uint64_t failed; /* swaps that failed; both experts are then on the CPU */
+    uint64_t failed; /* swaps that failed; both experts are then on the CPU, or, without weights to copy, as they were */
     uint64_t bytes;  /* weights and scales that were copied to GPUs */
     double seconds;
 } coli_moe_repinned;
 
 /* Swaps the hottest experts on the CPU for the coldest on GPUs by overwriting these in place, where all three matrices have
  * the same formats and shapes, while the hotter's heat is above (1 + hysteresis) times the colder's and at least one row;
- * at most `most_swaps` (0: no limit). Waits for calls in progress. `result` may be NULL. */
-COLI_API coli_status coli_moe_repin(coli_moe *const *layers, int layer_count, double hysteresis, int most_swaps,
+ * at most `max_swaps` (0: no limit). Waits for calls in progress. `result` may be NULL. */
+COLI_API coli_status coli_moe_repin(coli_moe *const *layers, int layer_count, double hysteresis, int max_swaps,
                                     coli_moe_repinned *result);
 
 /*------   Telemetry   ------*/
@@ -146,11 +147,22 @@ typedef enum coli_moe_path {
 } coli_moe_path;
 #define COLI_MOE_PATHS 4
 
+/* What may fail on a GPU; another path does the work then. SINGLE, the last before the CPU, fails as well where the library
+ * cannot compute the expert so. */
+typedef enum coli_moe_step {
+    COLI_MOE_STEP_ISSUE = 0,  /* coli_cuda_expert_group_issue, or ..._issue_sum */
+    COLI_MOE_STEP_TAKE = 1,   /* coli_cuda_expert_group_take, after a good issue */
+    COLI_MOE_STEP_GROUP = 2,  /* coli_cuda_expert_group */
+    COLI_MOE_STEP_SINGLE = 3, /* coli_cuda_expert_mlp */
+    COLI_MOE_STEP_UPDATE = 4  /* a swap of coli_moe_repin: both experts are then on the CPU, or as they were */
+} coli_moe_step;
+#define COLI_MOE_STEPS 5
+
 typedef struct coli_moe_stats {
     uint64_t calls, rows;             /* coli_moe_forward, and its S */
     uint64_t experts[COLI_MOE_PATHS]; /* experts with rows, by the path that computed them */
     uint64_t pairs[COLI_MOE_PATHS];   /* their rows */
-    uint64_t failed[COLI_MOE_PATHS];  /* experts that a path failed to compute, so that another had to */
+    uint64_t failed[COLI_MOE_STEPS];  /* experts that a step failed on: coli_moe_why_failed() says why */
     uint64_t rotations;               /* rotated copies of x: at most one a call */
     uint64_t cpu_bytes;               /* weights and scales that the CPU read */
     double issue_seconds;             /* sorting, rotation, packing, and starting the GPUs */
@@ -163,8 +175,12 @@ typedef struct coli_moe_stats {
 /* Sums since the layer was created, and the last call alone; either may be NULL. `size` is sizeof(coli_moe_stats) of the
  * caller's header: later versions may have more fields, and write no more than that. */
 COLI_API coli_status coli_moe_get_stats(coli_moe *layer, coli_moe_stats *total, coli_moe_stats *last, size_t size);
-/* Copies the reason of the last failed path; "" when none failed yet. Returns the whole text's length. */
-COLI_API size_t coli_moe_last_failure(coli_moe *layer, char *text, size_t size);
+/* Copies why a step failed last; "" when it never did. Returns the whole text's length. */
+COLI_API size_t coli_moe_why_failed(coli_moe *layer, coli_moe_step step, char *text, size_t size);
+
+/* Calls keep the memory that they worked in, up to 512 MB in the process, for the next call of any layer. This gives it
+ * back to the system, as coli_moe_free of the last layer does. Any thread, any time. */
+COLI_API void coli_moe_trim(void);
 
 /*------   Pieces for hosts with a loop of their own   ------*/
 

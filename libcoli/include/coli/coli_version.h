@@ -19,7 +19,7 @@
  * a minor number when symbols are added. The major number is the soname's;
  * meson.build reads it here. */
 #define COLI_ABI_MAJOR 0
-#define COLI_ABI_MINOR 2
+#define COLI_ABI_MINOR 3
 #define COLI_CUDA_ABI_MAJOR 1
 #define COLI_CUDA_ABI_MINOR 2
 
