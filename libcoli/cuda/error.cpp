@@ -4,7 +4,7 @@
 #include <cstdio>
 
 #include "environment.h"
-#include "names.h"
+#include "vendor.h"
 
 namespace coli {
 

@@ -3,21 +3,13 @@
 #define COLI_CUDA_KERNELS_EXPERT_KERNELS_CUH
 
 #include "../ptx/dependent.cuh"
+#include "../vendor.h"
 #include "expert_variants.h"
 #include "outputs.cuh"
 #include "product.cuh"
 #include "rotate.cuh"
 
 namespace coli {
-
-/* The GPU that this is being compiled for, as GpuTraits::capability has it. */
-#if defined(__CUDA_ARCH__)
-constexpr int kCompiledFor = __CUDA_ARCH__ / 10;
-#elif defined(COLI_HIP)
-constexpr int kCompiledFor = 0;
-#else
-constexpr int kCompiledFor = 90;
-#endif
 
 struct PlainPath {
     static constexpr Path kPath = Path::kPlain;
