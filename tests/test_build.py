@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from builds import check, meson, run
 
 import pycoli
 
@@ -22,22 +23,6 @@ def version_numbers():
     """The numbers that coli_version.h defines."""
     header = (HEADERS / "coli_version.h").read_text()
     return {name: int(value) for name, value in re.findall(r"#define (\w+) (\d+)$", header, re.MULTILINE)}
-
-
-def run(*command, **environment):
-    """Runs a command, which finds ninja beside this Python, with extra environment variables."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, **environment}
-    return subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True)
-
-
-def meson(*arguments, **environment):
-    return run(sys.executable, "-m", "mesonbuild.mesonmain", *arguments, **environment)
-
-
-def check(result):
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-3000:]
-    return result.stdout
 
 
 # ---- with and without nvcc ----

@@ -11,6 +11,7 @@ import pytest
 
 import pycoli
 from pycoli.cli import main
+from pycoli.cli.doctor import driver_report
 
 NOT_IN_CHECKOUT = {"_bindings.py", "libcoli.so", "libcoli_cuda.so", "__pycache__"}
 
@@ -174,3 +175,18 @@ def test_a_file_that_is_no_library(capsys, monkeypatch, tmp_path, content):
     file.write_bytes(content)
     monkeypatch.setenv("COLI_CUDA_LIB", str(file))
     assert "not loaded: " in doctor(capsys)
+
+
+def test_kernel_drivers_of_both_vendors(tmp_path):
+    assert driver_report(tmp_path) == {"nvidia": None, "boards": [], "amdgpu": None}
+    for file, text in {
+        "proc/driver/nvidia/version": "NVRM version: 580.1\nGCC version: 12\n",
+        "proc/driver/nvidia/gpus/0000:01/information": "Model: \t NVIDIA H200\nIRQ: 5\n",
+        "sys/module/amdgpu/refcnt": "1\n",
+    }.items():
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text(text)
+    found = driver_report(tmp_path)
+    assert found == {"nvidia": "NVRM version: 580.1", "boards": ["NVIDIA H200"], "amdgpu": "loaded"}
+    (tmp_path / "sys/module/amdgpu/version").write_text("6.7.0\n")
+    assert driver_report(tmp_path)["amdgpu"] == "6.7.0"

@@ -8,6 +8,7 @@ NVIDIA one does, and its code computes the same on the CPU with waves of 64 lane
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from builds import check, meson, run
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA = ROOT / "libcoli" / "cuda"
@@ -153,6 +155,149 @@ def test_warps_are_halves_of_waves():
             assert re.match(r"__shfl_\w+\((kFullWarp|kAllLanes),", call), f"{path}: {call}"
 
 
+# ---- -Dhip, with and without hipcc ----
+
+NO_HIPCC = "/nonexistent/hipcc"
+CROSS = """
+[binaries]
+c = 'cc'
+cpp = 'c++'
+[host_machine]
+system = 'linux'
+cpu_family = 'x86_64'
+cpu = 'x86_64'
+endian = 'little'
+"""
+
+
+@pytest.fixture
+def set_up(tmp_path):
+    """A function that sets a build up: (the command's result, names of its shared libraries)."""
+
+    def set_up(*options, **environment):
+        build = tmp_path / "build"
+        result = meson("setup", build, ROOT, "-Dcuda=disabled", *options, **environment)
+        if result.returncode:
+            return result, set()
+        targets = json.loads(check(meson("introspect", "--targets", build)))
+        return result, {target["name"] for target in targets if target["type"] == "shared library"}
+
+    return set_up
+
+
+def said_of_hip(result) -> str:
+    """What the summary says of libcoli_hip."""
+    return re.search(r"^ *libcoli_hip *: (.*)$", result.stdout, re.MULTILINE)[1]
+
+
+@pytest.fixture(scope="session")
+def hipcc() -> str:
+    """That of this machine."""
+    found = run(sys.executable, ROOT / "tools" / "find_hipcc.py", "gfx906", "gfx1030")
+    if found.returncode:
+        pytest.skip(found.stderr.replace("\n", " "))
+    return found.stdout.splitlines()[0]
+
+
+def test_enabled_without_hipcc_is_an_error_that_says_what_is_missing(set_up):
+    result, _ = set_up("-Dhip=enabled", HIPCC=NO_HIPCC)
+    assert result.returncode != 0
+    assert "-Dhip=enabled needs a usable hipcc" in result.stdout
+    assert f"{NO_HIPCC}: no such file" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("auto", f"NO: no usable hipcc; looked at: {NO_HIPCC}: no such file"),
+        ("disabled", "NO: disabled"),
+    ],
+)
+def test_left_out_with_the_reason(set_up, option, said):
+    result, libraries = set_up(f"-Dhip={option}", HIPCC=NO_HIPCC)
+    check(result)
+    assert libraries == {"coli"}
+    assert said_of_hip(result) == said
+
+
+@pytest.mark.parametrize("option", ["auto", "enabled"])
+def test_built_where_hipcc_is(set_up, hipcc, option, tmp_path):
+    result, libraries = set_up(f"-Dhip={option}")
+    check(result)
+    assert libraries == {"coli", "coli_hip"}
+    assert said_of_hip(result) == "YES"
+    assert (tmp_path / "build" / "meson-private" / "coli_hip.pc").exists()
+
+
+def test_not_built_unless_asked_for(set_up):
+    result, libraries = set_up()
+    check(result)
+    assert libraries == {"coli"}
+    assert said_of_hip(result) == "NO: disabled"
+
+
+@pytest.mark.parametrize("option", ["auto", "enabled"])
+def test_architecture_that_hipcc_does_not_know(set_up, hipcc, option):
+    result, libraries = set_up(f"-Dhip={option}", "-Dhip_archs=gfx906,gfx1")
+    assert "coli_hip" not in libraries
+    assert (result.returncode == 0) == (option == "auto")
+    assert f"{hipcc}: builds no kernel for gfx906 gfx1: " in result.stdout
+
+
+@pytest.mark.parametrize("option", ["auto", "enabled"])
+def test_not_in_a_cross_build(set_up, option, tmp_path):
+    (tmp_path / "cross.ini").write_text(CROSS)
+    result, libraries = set_up(f"-Dhip={option}", "--cross-file", tmp_path / "cross.ini")
+    if option == "enabled":
+        assert result.returncode != 0
+        assert "libcoli_hip is not cross-built" in result.stdout
+    else:
+        check(result)
+        assert libraries == {"coli"}
+        assert said_of_hip(result) == "NO: not in a cross build"
+
+
+FAKE_HIPCC = """#!/bin/sh
+case "$1" in
+--version) {version} ;;
+*) {compile} ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "compile", "reason"),
+    [
+        ("true", "true", "prints no version"),
+        ("exit 3", "true", "does not run: .*exit status 3"),
+        ("echo HIP version: 4.4.1", "true", r"version 4\.4\.1, need \d+\.\d+ or newer"),
+        (
+            "echo HIP version: 6.1.0",
+            "echo note; echo clang: error: no device library >&2; exit 1",
+            "builds no kernel for gfx906: clang: error: no device library",
+        ),
+        ("echo HIP version: 6.1.0", "true", "no HIP headers below .*/rocm/include"),
+    ],
+    ids=["no-version", "fails", "old", "no-kernel", "no-headers"],
+)
+def test_unusable_hipcc_is_named_with_the_reason(tmp_path, version, compile, reason):
+    hipcc, hipconfig = tmp_path / "hipcc", tmp_path / "hipconfig"
+    hipcc.write_text(FAKE_HIPCC.format(version=version, compile=compile))
+    hipconfig.write_text(f"#!/bin/sh\necho {tmp_path}/rocm\n")
+    for program in (hipcc, hipconfig):
+        program.chmod(0o755)
+    command = [sys.executable, ROOT / "tools" / "find_hipcc.py", "gfx906"]
+    result = run(*command, HIPCC=hipcc)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert re.search(rf"^  {re.escape(str(hipcc))}: {reason}", result.stderr, re.MULTILINE), result.stderr
+
+    header = tmp_path / "rocm" / "include" / "hip" / "hip_runtime_api.h"
+    header.parent.mkdir(parents=True)
+    header.touch()
+    hipcc.write_text(FAKE_HIPCC.format(version="echo HIP version: 6.1.0", compile="true"))
+    assert check(run(*command, HIPCC=hipcc)).splitlines() == [str(hipcc), "6.1.0", str(tmp_path / "rocm")]
+
+
 # ---- the library that hipcc makes ----
 
 
@@ -215,3 +360,31 @@ def test_plans_of_an_amd_gpu_take_the_plain_path(wave64_library):
     sizes = [int(size) for size in re.findall(rb"(\d+) bytes shared", text.value)]
     assert sizes
     assert max(sizes) <= 65536
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("SIMT_NO_DEVICE", "1", "HIP sees no AMD GPU: the amdgpu driver must be loaded and /dev/kfd open to this user"),
+        ("SIMT_DRIVER", "0", "no AMD driver is installed"),
+        ("SIMT_DRIVER", "50131062", "the AMD driver offers HIP 5.1, this library needs 5.2; update the driver"),
+    ],
+)
+def test_texts_name_what_is_of_amd(wave64_library, monkeypatch, variable, value, said):
+    library = ctypes.CDLL(str(wave64_library))
+    for name in ("coli_cuda_build_info", "coli_cuda_last_error"):
+        getattr(library, name).restype = ctypes.c_char_p
+    assert library.coli_cuda_build_info().startswith(b"libcoli_hip ")
+    monkeypatch.setenv(variable, value)
+    assert library.coli_cuda_init((ctypes.c_int * 1)(0), 1) == 0
+    assert library.coli_cuda_last_error().decode() == f"no device: {said}"
+
+
+@pytest.mark.parametrize(
+    "path", sorted({*sources(CUDA)} - {CUDA / "vendor.h"}), ids=lambda path: str(path.relative_to(CUDA))
+)
+def test_texts_take_names_from_one_place(path):
+    """NVIDIA, CUDA and libcoli_cuda stand in vendor.h alone; names of functions are the same in both libraries."""
+    text = re.sub(r"/\*.*?\*/|//[^\n]*|#include[^\n]*", " ", path.read_text(), flags=re.DOTALL)
+    for literal in re.findall(r'"(?:\\.|[^"\\\n])*"', text):
+        assert not re.search(r"NVIDIA|CUDA\b|libcoli_cuda", literal), literal

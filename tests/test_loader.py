@@ -274,7 +274,7 @@ BROKEN = {
     "missing dependency": (
         from_stub("stub_needy"),
         words(
-            "stub_needed.so: cannot open shared object file",
+            "{}: stub_needed.so: cannot open shared object file",
             "(error 126); the file is there, a library that it needs is not",
         ),
     ),
@@ -463,6 +463,7 @@ def test_never_in_the_current_folder(system, tmp_path):
     ):
         assert report.one("path") is None
         assert str(trap) not in report.one("why").replace("\\", "/")
+    assert system.run(program, cwd=trap, COLI_CUDA_LIB=system.gpu_library).one("path") is None, "a name is no path"
     assert system.run(program, cwd=trap, COLI_CUDA_LIB=trap / system.gpu_library).one("path")
 
 
@@ -496,6 +497,23 @@ def test_named_by_the_environment_alone(system, tmp_path):
     check_off(system.run(program, COLI_CUDA_LIB=absent), f"COLI_CUDA_LIB: {system.path(absent)}: no such file")
 
 
+def test_longer_than_a_path_can_be(system, tmp_path):
+    """Not as if nothing were named: another library would take its place."""
+    program = system.host(tmp_path)
+    shutil.copy(system.stub("stub_old"), tmp_path / system.gpu_library)
+    report = system.run(program, COLI_CUDA_LIB=system.path(tmp_path) + "x" * 5000)
+    check_off(report, "COLI_CUDA_LIB: longer than the 4095 bytes of a path")
+
+
+def test_windows_name_with_a_drive_is_a_path(windows, tmp_path):
+    r"""As is a name with \ in it; both lead to the current folder because they were written so."""
+    program = windows.host(tmp_path / "bin")
+    library = shutil.copy(windows.stub("stub_old"), tmp_path / "gpu.dll")
+    assert windows.run(program, cwd=tmp_path, COLI_CUDA_LIB="Z:gpu.dll").one("path") == windows.path(Path(library))
+    report = windows.run(program, cwd=tmp_path, COLI_CUDA_LIB="Z:absent.dll")
+    assert report.one("why") == "COLI_CUDA_LIB: Z:absent.dll: no such file"
+
+
 def test_no_other_library_takes_the_place_of_a_broken_one(linux, tmp_path):
     program = linux.host(tmp_path / "bin")
     reason = broken("text", program.parent / linux.gpu_library, linux)
@@ -516,6 +534,8 @@ def test_broken_library_of_the_system_is_said_once(linux, tmp_path, kind):
     other.mkdir()
     reason = broken(kind, other / linux.gpu_library, linux)
     (other / linux.plain_gpu_library).symlink_to(linux.gpu_library)
+    if kind == "missing dependency":  # the system does not say where it found the file, only what that needs
+        reason = reason.replace(str(other / linux.gpu_library), linux.gpu_library)
     check_off(linux.run(program, LD_LIBRARY_PATH=other), reason)
 
 

@@ -150,6 +150,7 @@ def test_checkout_that_is_not_installed():
         ("C:/Users/Jörg 重/coli_cuda.dll", r"C:\Users\Jörg 重\coli_cuda.dll", 0x1100),
         (r"\\server\share\bin\..\coli.dll", r"\\server\share\coli.dll", 0x1100),
         ("coli_cuda.dll", "coli_cuda.dll", 0x1000),
+        (r"C:\Users\me\lib with spaces\coli_cuda.dll", r"C:\Users\me\lib with spaces\coli_cuda.dll", 0x1100),
     ],
 )
 def test_windows_library_is_opened_by_its_absolute_path(library, opened, flags):

@@ -55,7 +55,7 @@ def commands(nvcc: str, output: Path, archs: list[str]) -> list[list[str]]:
         "-Xcompiler",
         "/MT,/EHsc,/utf-8",
     ]
-    arch_names = f'-DCOLI_GPU_ARCHS=\\"{" ".join(archs)}\\"'
+    arch_names = f'-DCOLI_GPU_ARCHS=\\"sm {" ".join(archs)}\\"'
     compiled, objects = [], []
     for source in sources("cuda_host_sources") + sources("cuda_kernel_sources"):
         flags = [arch_names]

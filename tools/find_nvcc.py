@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 EXECUTABLE = "nvcc.exe" if os.name == "nt" else "nvcc"
@@ -34,19 +34,25 @@ def candidates() -> Iterator[Path]:
     yield Path("/usr/local/cuda/bin", EXECUTABLE)
 
 
-def inspect(nvcc: Path) -> tuple[str, Path, Path]:
-    """Version, include folder and library folder of a toolkit; ValueError says what is wrong with it."""
-    if not nvcc.is_file():
+def compiler_version(compiler: Path, pattern: str, oldest: tuple[int, int]) -> str:
+    """What group 1 of `pattern` is in the words of --version; ValueError where that is older than `oldest`."""
+    if not compiler.is_file():
         raise ValueError("no such file")
     try:
-        version_text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+        words = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise ValueError(f"does not run: {error}") from error
-    version = re.search(r"V([\d.]+)", version_text)
+    version = re.search(pattern, words)
     if not version:
         raise ValueError("prints no version")
-    if tuple(map(int, version[1].split(".")[:2])) < (12, 8):
-        raise ValueError(f"version {version[1]}, need 12.8 or newer")
+    if tuple(map(int, version[1].split(".")[:2])) < oldest:
+        raise ValueError(f"version {version[1]}, need {oldest[0]}.{oldest[1]} or newer")
+    return version[1]
+
+
+def inspect(nvcc: Path) -> tuple[str, Path, Path]:
+    """Version, include folder and library folder of a toolkit; ValueError says what is wrong with it."""
+    version = compiler_version(nvcc, r"V([\d.]+)", (12, 8))
     # nvcc may be a wrapper script: ask it where its toolkit lies
     plan = subprocess.run([nvcc, "-dryrun", "-x", "cu", "-E", os.devnull], capture_output=True, text=True).stderr
     stated = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)
@@ -60,22 +66,23 @@ def inspect(nvcc: Path) -> tuple[str, Path, Path]:
         raise ValueError(f"no static CUDA runtime below {top}")
     if not any((top / "include" / part / "nv" / "target").exists() for part in ("cccl", ".")):
         raise ValueError(f"no CCCL headers below {top}/include (pip: cuda-toolkit[nvcc,cccl])")
-    return version[1], top / "include", libraries[0]
+    return version, top / "include", libraries[0]
 
 
-def main() -> int:
+def print_first_usable(name: str, candidates: Iterable[Path], inspect: Callable[[Path], tuple]) -> int:
+    """Prints the first candidate that `inspect` accepts, and what it returned, a line each; the exit code."""
     tried = []
-    for nvcc in candidates():
+    for compiler in candidates:
         try:
-            version, include, library = inspect(nvcc)
+            facts = inspect(compiler)
         except ValueError as error:
-            tried.append(f"{nvcc}: {error}")
+            tried.append(f"{compiler}: {error}")
             continue
-        print(nvcc, version, include, library, sep="\n")
+        print(compiler, *facts, sep="\n")
         return 0
-    print("no usable nvcc; looked at:", *tried, sep="\n  ", file=sys.stderr)
+    print(f"no usable {name}; looked at:", *tried, sep="\n  ", file=sys.stderr)
     return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(print_first_usable("nvcc", candidates(), inspect))

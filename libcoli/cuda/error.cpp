@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "environment.h"
+#include "vendor.h"
 
 namespace coli {
 
@@ -76,14 +77,16 @@ bool count_visible_devices(int *count) {
     ignore(cudaDriverGetVersion(&driver));
     ignore(cudaRuntimeGetVersion(&runtime));
     if (result == cudaErrorInsufficientDriver && driver == 0)
-        return fail(COLI_E_NO_DEVICE, "no device: no NVIDIA driver is installed");
+        return fail(COLI_E_NO_DEVICE, "no device: no " COLI_GPU_VENDOR " driver is installed");
     if (result == cudaErrorInsufficientDriver) {
         return fail(COLI_E_NO_DEVICE,
-                    "no device: the NVIDIA driver offers CUDA %d.%d, this library needs %d.%d; update the driver",
-                    driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+                    "no device: the " COLI_GPU_VENDOR " driver offers " COLI_GPU_RUNTIME
+                    " %d.%d, this library needs %d.%d; update the driver",
+                    gpu_version_major(driver), gpu_version_minor(driver), gpu_version_major(runtime),
+                    gpu_version_minor(runtime));
     }
     if (result == cudaSuccess || result == cudaErrorNoDevice)
-        return fail(COLI_E_NO_DEVICE, "no device: the driver sees no GPU");
+        return fail(COLI_E_NO_DEVICE, "no device: " COLI_GPU_NONE_SEEN);
     return fail(COLI_E_NO_DEVICE, "no device: %s (%s)", cudaGetErrorName(result), cudaGetErrorString(result));
 }
 
@@ -114,7 +117,7 @@ void log_line(int level, const char *line) {
         log_callback(level, line, log_user);
         return;
     }
-    if (switched_on("COLI_LOG")) fprintf(stderr, "libcoli_cuda: %s: %s\n", names[level], line);
+    if (switched_on("COLI_LOG")) fprintf(stderr, COLI_GPU_LIBRARY ": %s: %s\n", names[level], line);
 }
 
 } // namespace coli

@@ -58,7 +58,7 @@ PRINTF_FORMAT(2, 3) static void append(text *t, const char *format, ...) {
  * library_close
  * library_path                   the file that an address was loaded from, or with NULL the program; "" when unknown
  * file_is_there                  0 only where no file has this path
- * environment                    0 when the variable is not set, is empty or does not fit */
+ * environment                    1; 0 when the variable is not set or is empty, -1 when it does not fit */
 
 #ifdef _WIN32
 #ifndef WIN32_LEAN_AND_MEAN
@@ -67,7 +67,7 @@ PRINTF_FORMAT(2, 3) static void append(text *t, const char *format, ...) {
 #include <windows.h>
 
 static const char *const file_names[] = {COLI_LOADER_NAME ".dll", "lib" COLI_LOADER_NAME ".dll"};
-#define SEPARATORS "/\\"
+#define SEPARATORS "/\\:" /* "C:name" is a path too, and no name for the system to look for */
 
 /* 0 where the text is not UTF-8 or too long. */
 static int to_wide(const char *utf8, WCHAR wide[COLI_LOADER_PATH_BYTES]) {
@@ -152,7 +152,8 @@ static int environment(const char *variable, char value[COLI_LOADER_PATH_BYTES])
     WCHAR name[COLI_LOADER_PATH_BYTES], wide[COLI_LOADER_PATH_BYTES];
     if (!to_wide(variable, name)) return 0;
     DWORD length = GetEnvironmentVariableW(name, wide, COLI_LOADER_PATH_BYTES);
-    return length && length < COLI_LOADER_PATH_BYTES && to_utf8(wide, value, COLI_LOADER_PATH_BYTES);
+    if (!length) return 0;
+    return length < COLI_LOADER_PATH_BYTES && to_utf8(wide, value, COLI_LOADER_PATH_BYTES) ? 1 : -1;
 }
 
 #else
@@ -245,7 +246,8 @@ static void library_path(const void *address, char path[COLI_LOADER_PATH_BYTES])
 
 static int environment(const char *variable, char value[COLI_LOADER_PATH_BYTES]) {
     const char *set = getenv(variable);
-    if (!set || !*set || strlen(set) >= COLI_LOADER_PATH_BYTES) return 0;
+    if (!set || !*set) return 0;
+    if (strlen(set) >= COLI_LOADER_PATH_BYTES) return -1;
     strcpy(value, set);
     return 1;
 }
@@ -303,10 +305,14 @@ static coli_loader_result open_file(const char *path, const char *const *mandato
         append(why, "%s: no such file", path);
         return COLI_LOADER_NOT_FOUND;
     }
-    size_t before = why->length;
-    coli_loader_library loaded = {.handle = library_open(path, why)};
-    if (!loaded.handle)
-        return !has_folder && is_about_name(why->start + before, path) ? COLI_LOADER_NOT_FOUND : COLI_LOADER_REFUSED;
+    char words[COLI_LOADER_PATH_BYTES];
+    text said = empty_text(words, sizeof words);
+    coli_loader_library loaded = {.handle = library_open(path, &said)};
+    if (!loaded.handle) {
+        if (!strstr(words, path)) append(why, "%s: ", path); /* the system names a library that it needs, and no more */
+        append(why, "%s", words);
+        return !has_folder && is_about_name(words, path) ? COLI_LOADER_NOT_FOUND : COLI_LOADER_REFUSED;
+    }
     coli_loader_result result = COLI_LOADER_OK;
     if (speaks_other_abi(loaded.handle, path, why))
         result = COLI_LOADER_OTHER_ABI;
@@ -363,9 +369,12 @@ coli_loader_result coli_loader_open(const char *path, const char *const *mandato
     text reason = empty_text(why, size);
     char named[COLI_LOADER_PATH_BYTES];
     if (path) return open_file(path, mandatory, library, &reason);
-    if (environment("COLI_CUDA_LIB", named)) {
-        append(&reason, "COLI_CUDA_LIB: ");
-        return open_file(named, mandatory, library, &reason);
+    int is_named = environment("COLI_CUDA_LIB", named);
+    if (is_named) append(&reason, "COLI_CUDA_LIB: ");
+    if (is_named > 0) return open_file(named, mandatory, library, &reason);
+    if (is_named < 0) {
+        append(&reason, "longer than the %d bytes of a path", COLI_LOADER_PATH_BYTES - 1);
+        return COLI_LOADER_NOT_FOUND;
     }
     coli_loader_result result = search(mandatory, library, &reason);
     if (result != COLI_LOADER_OK) append(&reason, "; COLI_CUDA_LIB can name another file");

@@ -11,7 +11,7 @@
  *       for (int i = 0; coli_loader_path() && coli_loader_miss(i); i++) fprintf(stderr, "GPU: %s\n", coli_loader_miss(i));
  *
  *   The prototypes are those of coli_cuda.h; a host's own header of them does as well. With coli_cuda.h, define
- * COLI_STATIC, so that Windows does not expect the functions in a DLL.
+ *   COLI_STATIC, so that Windows does not expect the functions in a DLL.
  *
  * What is looked for, and where
  *   libcoli_cuda.so.1 and libcoli_cuda.so; on Windows coli_cuda.dll and libcoli_cuda.dll. COLI_LOADER_NAME, defined when
@@ -45,10 +45,14 @@ extern "C" {
  * Without the mandatory names - init, shutdown, device_count, device_at, mem_info, tensor_upload, tensor_free,
  * tensor_bytes, tensor_device and matmul, each after coli_cuda_ - there is no GPU. Every other name is optional: while the
  * library lacks it, its function is off and nothing else. A function that is off returns 0 or NULL, which hosts take as
- * "not done", except device_at, tensor_device    -1 available_device_count      what device_count says tensor_vram what
- * tensor_bytes says alloc_footprint             the number of bytes it is given expert_group_pinned         what
- * expert_group does, where nothing is to be pinned stats, group_stats, group_stats_device   write zeros last_error,
- * last_status     no library: coli_loader_why(), COLI_E_NO_LIBRARY (41) */
+ * "not done", except
+ *   - device_at, tensor_device: -1
+ *   - available_device_count: what device_count says
+ *   - tensor_vram: what tensor_bytes says
+ *   - alloc_footprint: the number of bytes it is given
+ *   - expert_group_pinned: what expert_group does, where nothing is to be pinned
+ *   - stats, group_stats, group_stats_device: write zeros
+ *   - last_error, last_status: without a library coli_loader_why() and COLI_E_NO_LIBRARY (41) */
 
 /* The file that was loaded; NULL when there is no GPU library. */
 const char *coli_loader_path(void);

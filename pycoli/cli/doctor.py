@@ -30,6 +30,8 @@ ENVIRONMENT = (
     "COLI_CUDA_PROFILE",
     "OMP_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
     "LD_LIBRARY_PATH",
 )
 
@@ -170,13 +172,23 @@ def processor_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def driver_report() -> dict:
-    """The NVIDIA kernel driver and the boards it knows, in its own order."""
-    version = next(_lines("/proc/driver/nvidia/version"), None)
+def driver_report(root: Path = Path("/")) -> dict:
+    """The kernel drivers: NVIDIA's and the boards it knows, in its own order; AMD's, which may have no version."""
+    version = next(_lines(root / "proc/driver/nvidia/version"), None)
     boards = []
-    for information in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+    for information in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
         boards += [line.partition(":")[2].strip() for line in _lines(information) if line.startswith("Model:")]
-    return {"nvidia": version, "boards": boards}
+    amd = root / "sys/module/amdgpu"
+    return {
+        "nvidia": version,
+        "boards": boards,
+        "amdgpu": next(_lines(amd / "version"), "loaded") if amd.exists() else None,
+    }
+
+
+def _driver_lines(driver: dict) -> list[str]:
+    amd = [f"amdgpu {driver['amdgpu']}"] if driver["amdgpu"] else []
+    return [driver["nvidia"] or "no NVIDIA kernel driver", *driver["boards"], *amd]
 
 
 def _lines(path: str | Path):
@@ -204,7 +216,7 @@ def _as_text(report: dict) -> str:
         ("environment", [environment or "none of " + ", ".join(ENVIRONMENT)]),
         ("libcoli", _library_lines(report["libcoli"])),
         ("processor", _processor_lines(report["processor"])),
-        ("driver", [report["driver"]["nvidia"] or "no NVIDIA kernel driver", *report["driver"]["boards"]]),
+        ("driver", _driver_lines(report["driver"])),
         ("libcoli_cuda", _library_lines(report["libcoli_cuda"])),
         ("entry points", _entry_point_lines(report["entry_points"])),
         ("features", _feature_lines(report["features"])),

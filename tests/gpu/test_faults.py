@@ -84,6 +84,21 @@ def test_a_machine_without_a_gpu(closed_gpu, faults, monkeypatch):
     closed_gpu.init(0)
 
 
+@pytest.mark.parametrize(
+    ("driver", "said"),
+    [
+        ("0", "no device: no NVIDIA driver is installed"),
+        ("12080", "no device: the NVIDIA driver offers CUDA 12.8, this library needs 13.0; update the driver"),
+    ],
+)
+def test_a_driver_that_will_not_do(closed_gpu, faults, monkeypatch, driver, said):
+    monkeypatch.setenv("SIMT_DRIVER", driver)
+    with pytest.raises(Refused) as refused:
+        closed_gpu.init(0)
+    assert refused.value.status == "NO_DEVICE"
+    assert refused.value.text == said
+
+
 # ---- every call of the runtime ----
 
 

@@ -29,6 +29,8 @@
  * - SIMT_CAPABILITY=N: compute capability of each device, ten times: 80, 86, 89, 90, 100, 120 (90); with SIMT_WAVE=64 it
  *   is always 0, and blocks have 64 KB of shared memory, as AMD's GPUs;
  * - SIMT_NO_DEVICE=1: as on a machine with a driver and no GPU;
+ * - SIMT_DRIVER=N: the newest runtime that the driver serves, as CUDA (HIP with SIMT_WAVE=64) writes it, and 0 without a
+ *   driver (that of the runtime);
  * - SIMT_FAIL=NAME:N,NAME:N,...: as simt_fail_call (simt_cuda_runtime.h), from the start of the process. */
 #ifndef SIMT_H
 #define SIMT_H

@@ -133,6 +133,11 @@ size_t from_environment(const char *name, size_t otherwise) {
     const char *text = getenv(name);
     return text && *text ? strtoull(text, nullptr, 10) : otherwise;
 }
+/* As CUDA writes versions, and as HIP does. */
+constexpr int RUNTIME_VERSION = SIMT_WAVE == 64 ? 50221153 : CUDART_VERSION;
+int driver_version() {
+    return (int)from_environment("SIMT_DRIVER", RUNTIME_VERSION);
+}
 int device_count() {
     if (from_environment("SIMT_NO_DEVICE", 0)) return 0;
     return (int)std::min<size_t>(from_environment("SIMT_DEVICES", 2), MAX_DEVICES);
@@ -661,12 +666,12 @@ const char *cudaGetErrorString(cudaError_t error) {
 }
 
 cudaError_t cudaDriverGetVersion(int *version) {
-    *version = CUDART_VERSION;
+    *version = driver_version();
     return cudaSuccess;
 }
 
 cudaError_t cudaRuntimeGetVersion(int *version) {
-    *version = CUDART_VERSION;
+    *version = RUNTIME_VERSION;
     return cudaSuccess;
 }
 
@@ -675,7 +680,7 @@ cudaError_t cudaRuntimeGetVersion(int *version) {
 cudaError_t cudaGetDeviceCount(int *count) {
     return call(__func__, [&]() -> cudaError_t {
         *count = device_count();
-        return cudaSuccess;
+        return driver_version() < RUNTIME_VERSION ? cudaErrorInsufficientDriver : cudaSuccess;
     });
 }
 

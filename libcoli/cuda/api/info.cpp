@@ -1,8 +1,6 @@
 /* api/info.cpp - version, errors, log: entry points of coli_cuda.h. */
 #include "../error.h"
-
-#define TEXT_OF(x) #x
-#define TEXT(x) TEXT_OF(x)
+#include "../vendor.h"
 
 int coli_cuda_abi_version(void) {
     return COLI_CUDA_ABI_MAJOR * 1000 + COLI_CUDA_ABI_MINOR;
@@ -14,12 +12,10 @@ const char *coli_cuda_version_string(void) {
 
 const char *coli_cuda_build_info(void) {
 #if defined(COLI_SIMT)
-    return "libcoli_cuda " COLI_VERSION_STRING ", kernels compiled for the CPU (tests only)";
-#elif defined(COLI_HIP)
-    return "libcoli_hip " COLI_VERSION_STRING
-           ", HIP runtime " TEXT(HIP_VERSION_MAJOR) "." TEXT(HIP_VERSION_MINOR) ", " COLI_GPU_ARCHS;
+    return COLI_GPU_LIBRARY " " COLI_VERSION_STRING ", kernels compiled for the CPU (tests only)";
 #else
-    return "libcoli_cuda " COLI_VERSION_STRING ", CUDA runtime " TEXT(CUDART_VERSION) ", sm " COLI_GPU_ARCHS;
+    return COLI_GPU_LIBRARY " " COLI_VERSION_STRING ", " COLI_GPU_RUNTIME " runtime " COLI_GPU_RUNTIME_VERSION
+                            ", " COLI_GPU_ARCHS;
 #endif
 }
 

@@ -4,21 +4,13 @@
 
 #include "../ptx/dependent.cuh"
 #include "../ptx/wgmma.cuh"
+#include "../vendor.h"
 #include "expert_variants.h"
 #include "outputs.cuh"
 #include "product.cuh"
 #include "rotate.cuh"
 
 namespace coli {
-
-/* The GPU that this is being compiled for, as GpuTraits::capability has it. */
-#if defined(__CUDA_ARCH__)
-constexpr int kCompiledFor = __CUDA_ARCH__ / 10;
-#elif defined(COLI_HIP)
-constexpr int kCompiledFor = 0;
-#else
-constexpr int kCompiledFor = 90;
-#endif
 
 struct PlainPath {
     static constexpr Path kPath = Path::kPlain;

@@ -10,14 +10,10 @@
 #include <cstdint>
 
 #include "../gpu.h"
+#include "../vendor.h"
 
 namespace coli {
 
-#if defined(COLI_HIP)
-constexpr int kCodebookStride = 64; /* half the copies, as blocks have 64 KB and a pair of f32 tiles takes 32 */
-#else
-constexpr int kCodebookStride = 128; /* bytes of an entry's copies */
-#endif
 constexpr int kCodebookBytes = 256 * kCodebookStride;
 constexpr int kCodebookCopies = kCodebookStride / 8;
 constexpr int kByteCodebookCopies = kCodebookStride / 4;
