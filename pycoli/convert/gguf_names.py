@@ -62,6 +62,11 @@ def experts_name(layer: int, role: str) -> str:
     return f"blk.{layer}.ffn_{role}_exps.weight"
 
 
+def single_expert_name(layer: int, expert: int, role: str) -> str:
+    """The name of one expert's matrix in older files, which have a tensor for each."""
+    return f"blk.{layer}.ffn_{role}.{expert}.weight"
+
+
 def expert_name(layer: int, expert: int, role: str) -> str:
     """The name of one expert's matrix in a container."""
     return f"model.layers.{layer}.mlp.experts.{expert}.{role}_proj.weight"
