@@ -3,13 +3,6 @@
  * The score of an entry under a scale is scale * length - product, product being 2 m g: a line over the scale. All of it
  * is products and sums without fusing, and minima, so that results do not depend on the instruction set. */
 
-static inline loose_vector *e8_vectors(float *floats) {
-    return (loose_vector *)floats;
-}
-static inline const loose_vector *e8_const_vectors(const float *floats) {
-    return (const loose_vector *)floats;
-}
-
 /* The largest product of each slot. Rounds are whole groups of 8. Round by round, so that no maximum is read right after it
  * was written. */
 static inline void e8_slot_maxima(const coli_e8_search *codebook, const float *products, float maxima[COLI_E8_SLOTS]) {
@@ -51,7 +44,7 @@ static inline void e8_lowest(const float *products, const float *lengths, int co
     enum { VECTORS = 16 * sizeof(float) / VECTOR_BYTES };
     vector scale[VECTORS], even[VECTORS], odd[VECTORS];
     for (int v = 0; v < VECTORS; v++) {
-        scale[v] = e8_const_vectors(scales)[v];
+        scale[v] = const_vectors(scales)[v];
         even[v] = scale[v] * lengths[0] - products[0];
         odd[v] = scale[v] * lengths[1] - products[1];
     }
@@ -61,7 +54,7 @@ static inline void e8_lowest(const float *products, const float *lengths, int co
             odd[v] = vector_min(scale[v] * lengths[line + 1] - products[line + 1], odd[v]);
         }
     }
-    for (int v = 0; v < VECTORS; v++) e8_vectors(scores)[v] = vector_min(even[v], odd[v]);
+    for (int v = 0; v < VECTORS; v++) vectors(scores)[v] = vector_min(even[v], odd[v]);
 }
 
 /* Slots, from `first` to `last` at most, whose score is within `margin` of the lowest, which is returned. */

@@ -57,6 +57,13 @@ static inline vector vector_min(vector a, vector b) {
     return VECTOR_MIN(a, b);
 }
 
+static inline loose_vector *vectors(float *floats) {
+    return (loose_vector *)floats;
+}
+static inline const loose_vector *const_vectors(const float *floats) {
+    return (const loose_vector *)floats;
+}
+
 #include "e8_lines.h"
 
 /*------   E8 reference: what float32 leaves open is decided exactly   ------*/
@@ -345,12 +352,29 @@ static int e8_choose(const coli_e8_search *codebook, const coli_e8_subblock *sub
     return flip;
 }
 
-static void add_products(float *restrict y, int columns, const float *restrict x, int count, const float *restrict w,
-                         size_t stride) {
+/* Sums of some vectors of columns stay in registers for all rows of w. */
+static inline __attribute__((always_inline)) void add_products_in(int count_of_vectors, float *y, const float *x, int count,
+                                                                  const float *w, size_t stride) {
+    vector sums[8];
+    for (int v = 0; v < count_of_vectors; v++) sums[v] = const_vectors(y)[v];
     for (int k = 0; k < count; k++) {
-        const float *row = w + (size_t)k * stride;
-        COLI_SIMD()
-        for (int j = 0; j < columns; j++) y[j] += x[k] * row[j];
+        const loose_vector *row = const_vectors(w + (size_t)k * stride);
+        for (int v = 0; v < count_of_vectors; v++) sums[v] += x[k] * row[v];
+    }
+    for (int v = 0; v < count_of_vectors; v++) vectors(y)[v] = sums[v];
+}
+
+static void add_products(float *y, int columns, const float *x, int count, const float *w, size_t stride) {
+    enum { LANE = VECTOR_BYTES / sizeof(float) };
+    int start = 0;
+    for (; start + 8 * LANE <= columns; start += 8 * LANE) add_products_in(8, y + start, x, count, w + start, stride);
+    for (; start + 4 * LANE <= columns; start += 4 * LANE) add_products_in(4, y + start, x, count, w + start, stride);
+    for (; start + 2 * LANE <= columns; start += 2 * LANE) add_products_in(2, y + start, x, count, w + start, stride);
+    for (; start + LANE <= columns; start += LANE) add_products_in(1, y + start, x, count, w + start, stride);
+    for (; start < columns; start++) {
+        float sum = y[start];
+        for (int k = 0; k < count; k++) sum += x[k] * w[(size_t)k * stride + (size_t)start];
+        y[start] = sum;
     }
 }
 
