@@ -102,7 +102,7 @@ def encode(
     quality: str | None = None,
     activations=None,
     importance=None,
-    damping: float = 0.01,
+    damping: float = 0.02,
 ) -> Weights:
     """Encodes a matrix.
 
@@ -156,7 +156,7 @@ def encode(
 
 
 def encode_calibrated(
-    w, calibration: Calibration, *, rotate: bool = True, damping: float = 0.01
+    w, calibration: Calibration, *, rotate: bool = True, damping: float = 0.02
 ) -> tuple[Weights, CalibrationReport]:
     """Encodes a matrix as "e8" for the smallest squared error of its outputs, and says how that went.
 

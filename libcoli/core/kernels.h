@@ -75,6 +75,10 @@ typedef struct coli_kernels {
     int (*e8_choose)(const coli_e8_search *codebook, const coli_e8_subblock *subblock, int lane, float scale,
                      uint8_t indices[2]);
 
+    /* The entry g with the lowest linear g + g quadratic g, `quadratic` being upper triangular; the lowest of equals. */
+    int (*e8_lowest_quadratic)(const coli_e8_search *codebook, const float linear[4], const float quadratic[4][4],
+                               float *lowest);
+
     /* y[j] += sum_k x[k] w[k, j] over `count` rows of w, whose rows are `stride` apart, one after another. */
     void (*add_products)(float *y, int columns, const float *x, int count, const float *w, size_t stride);
 } coli_kernels;

@@ -312,17 +312,12 @@ static int e8_entry_by_slots(const coli_e8_search *codebook, const group_choice 
     return entry < 256 ? entry : 0; /* there is none when all scores are NaN */
 }
 
-/* The same whatever the lengths are. */
-static int e8_entry(const coli_e8_search *codebook, const group_lines *lines, const group_choice *choice, float scale,
-                    float *lowest) {
-    if (!lines->weighted) return e8_entry_by_slots(codebook, choice, scale, lowest);
-    float scores[COLI_E8_PLACES], low = HUGE_VALF;
+/* The entry with the lowest of scores, the lowest of equals; there is none when all are NaN. */
+static inline int e8_lowest_entry(const coli_e8_search *codebook, const float scores[COLI_E8_PLACES], float *lowest) {
+    float low = HUGE_VALF;
     int entry = 256;
     COLI_SIMD(reduction(min : low))
-    for (int place = 0; place < COLI_E8_PLACES; place++) {
-        scores[place] = scale * lines->lengths[place] - choice->products[place];
-        low = scores[place] < low ? scores[place] : low;
-    }
+    for (int place = 0; place < COLI_E8_PLACES; place++) low = scores[place] < low ? scores[place] : low;
     COLI_SIMD(reduction(min : entry))
     for (int place = 0; place < COLI_E8_PLACES; place++) {
         int candidate = scores[place] == low ? codebook->entries[place] : 256;
@@ -330,6 +325,17 @@ static int e8_entry(const coli_e8_search *codebook, const group_lines *lines, co
     }
     *lowest = low;
     return entry < 256 ? entry : 0;
+}
+
+/* The same whatever the lengths are. */
+static int e8_entry(const coli_e8_search *codebook, const group_lines *lines, const group_choice *choice, float scale,
+                    float *lowest) {
+    if (!lines->weighted) return e8_entry_by_slots(codebook, choice, scale, lowest);
+    float scores[COLI_E8_PLACES];
+    COLI_SIMD()
+    for (int place = 0; place < COLI_E8_PLACES; place++)
+        scores[place] = scale * lines->lengths[place] - choice->products[place];
+    return e8_lowest_entry(codebook, scores, lowest);
 }
 
 static int e8_choose(const coli_e8_search *codebook, const coli_e8_subblock *subblock, int lane, float scale,
@@ -350,6 +356,22 @@ static int e8_choose(const coli_e8_search *codebook, const coli_e8_subblock *sub
     }
     for (int half = 0; half < 2; half++) indices[half] = (uint8_t)kept_entry[half];
     return flip;
+}
+
+static int e8_lowest_quadratic(const coli_e8_search *codebook, const float linear[4], const float quadratic[4][4],
+                               float *lowest) {
+    float scores[COLI_E8_PLACES];
+    COLI_SIMD()
+    for (int place = 0; place < COLI_E8_PLACES; place++) {
+        float g0 = codebook->weights[0][place], g1 = codebook->weights[1][place];
+        float g2 = codebook->weights[2][place], g3 = codebook->weights[3][place];
+        float by0 = linear[0] + quadratic[0][0] * g0 + quadratic[0][1] * g1 + quadratic[0][2] * g2 + quadratic[0][3] * g3;
+        float by1 = linear[1] + quadratic[1][1] * g1 + quadratic[1][2] * g2 + quadratic[1][3] * g3;
+        float by2 = linear[2] + quadratic[2][2] * g2 + quadratic[2][3] * g3;
+        float by3 = linear[3] + quadratic[3][3] * g3;
+        scores[place] = g0 * by0 + g1 * by1 + g2 * by2 + g3 * by3;
+    }
+    return e8_lowest_entry(codebook, scores, lowest);
 }
 
 /* Sums of some vectors of columns stay in registers for all rows of w. */
@@ -392,5 +414,6 @@ const coli_kernels TABLE_NAME(COLI_KERNELS_NAME) = {
     .e8_fit = e8_fit,
     .e8_gains = e8_gains,
     .e8_choose = e8_choose,
+    .e8_lowest_quadratic = e8_lowest_quadratic,
     .add_products = add_products,
 };
