@@ -21,7 +21,7 @@ import pycoli
 from pycoli import convert as conversion
 from pycoli.checkpoint import Checkpoint
 from pycoli.convert import Imatrix, Recording, Settings, convert, manifest, open_source, shard
-from pycoli.convert.verify import verify
+from pycoli.convert.verify import NMSE_LIMITS, verify
 
 HIDDEN, INNER, EXPERTS, LAYERS = 512, 256, 3, 2
 CONFIG = {
@@ -738,7 +738,7 @@ def with_top_k(folder, top_k=2):
     return folder
 
 
-def test_experts_are_calibrated_with_the_rows_that_routers_send_them(tmp_path, model, rng):
+def test_experts_are_calibrated_with_the_rows_that_routers_send_them(tmp_path, model, rng, monkeypatch):
     folder, file = with_top_k(model[0]), recording(tmp_path / "x.safetensors", rng)
     report = convert(folder, tmp_path / "out", CALIBRATED, knowledge=Recording(file), jobs=2)
     totals = report.calibration
@@ -754,9 +754,10 @@ def test_experts_are_calibrated_with_the_rows_that_routers_send_them(tmp_path, m
     with pycoli.Container(tmp_path / "out") as container:
         for weights, encoded in zip(container.expert(1, 2), wanted, strict=True):
             assert weights.data.tobytes() == encoded.data.tobytes()
+    monkeypatch.setitem(NMSE_LIMITS, "e8", 0.05)
     results = list(verify(tmp_path / "out", open_source(folder)))
     assert not [result.problem for result in results if result.problem]
-    assert max(result.loss.nmse for result in results) > 0.08  # the limit of e8 that is not calibrated
+    assert max(result.loss.nmse for result in results) > 0.05  # the limit of what is not calibrated
     again = convert(folder, tmp_path / "out", CALIBRATED, knowledge=Recording(file))
     assert again.resumed == len(again.plan.shards)
     assert again.calibration == totals
