@@ -169,6 +169,12 @@ class Calibration:
             gram = np.ascontiguousarray(gram.T)
         return gram
 
+    @property
+    def peak_bytes(self) -> int:
+        """About the memory that encoding with it takes, its own included: four float32 [columns, columns], and while
+        targets for exact activations are computed, as much again in float64."""
+        return (32 if self._drift is not None else 16) * self.columns**2
+
     def fallback_reason(self) -> str | None:
         """Why there is too little to calibrate with, or None."""
         if self.rows is not None and self.rows < MIN_ROWS:

@@ -18,6 +18,7 @@ import numpy as np
 from ._json import parse_json, positive_integer, read_json
 from .errors import CheckpointError
 from .naming import FusedLayer, SeparateLayer, model_layers, number_ranges
+from .routing import router_settings
 from .tensorfile import TensorFile
 
 __all__ = ["Checkpoint", "ExpertWeights", "recorded_input_name"]
@@ -200,26 +201,7 @@ class Checkpoint:
             raise CheckpointError(f"{self._listing}: layer {layer} has no router that is known here: {name} is missing")
         hidden = self.expert_shape()[1] or self.expert(layer, 0).gate.shape[1]
         self._check_shape(name, weight.shape, (self.expert_count(layer), hidden))
-        top_k = self._config_size("num_experts_per_tok", "moe_top_k")
-        if top_k is None:
-            raise CheckpointError(f"{self._config_source}: num_experts_per_tok is needed to route, and missing")
-        kind = str(self._config.get("scoring_func") or ("softmax" if bias is None else "sigmoid"))
-        renormalise = bool(self._config.get("norm_topk_prob", self.model_type == "mixtral"))
-        groups = self._config_size("n_group") or 0
-        if groups < 2 or self._config.get("topk_method") == "greedy":
-            groups = 0
-        scale = float(self._config.get("routed_scaling_factor") or 1.0)
-        return {
-            "weight": weight,
-            "top_k": top_k,
-            "kind": kind,
-            "renormalise": renormalise,
-            "groups": groups,
-            "top_groups": (self._config_size("topk_group") or 1) if groups else 0,
-            "bias": bias,
-            # models with softmax scale weights that they do not renormalise, and no others
-            "scale": 1.0 if kind == "softmax" and renormalise else scale,
-        }
+        return router_settings(weight, bias, {**self._config, "model_type": self.model_type}, self._config_source)
 
     def shared_expert(self, layer: int) -> tuple[ExpertWeights, np.ndarray | None] | None:
         """The expert that every row of a layer passes, and the vector float32 [D] whose product with a row, through a

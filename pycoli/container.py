@@ -18,6 +18,7 @@ from ._json import parse_json, positive_integer, read_json
 from .errors import ArgumentError, CheckpointError, ColiError, StateError
 from .layout import SCALES_SUFFIX, Encoding, Stamps, candidates, e8_tag, sizes
 from .naming import ROLES, FusedLayer, SeparateLayer, expert_role, model_layers, number_ranges
+from .routing import router_settings
 from .tensorfile import TensorFile
 from .weights import Weights, parse_format
 
@@ -248,6 +249,50 @@ class Container:
                 f"{name}{SCALES_SUFFIX} in {scales_file.path}: expected {expected}, got {tag.tolist()}"
             )
         return StoredMatrix(name, file, None, shape, encoding)
+
+    def router(self, layer: int) -> dict:
+        """What a layer's router is, as `Router` takes it: weight float32 [E, D], top_k, kind, ...
+
+        Raises
+        ------
+        CheckpointError
+            The router's weight is missing or of a wrong shape, or the configuration does not say how many experts a row
+            has.
+        """
+        name = f"{self._block(layer)}gate.weight"
+        if name not in self:
+            raise CheckpointError(f"{self.path}: layer {layer} has no router that is known here: {name} is missing")
+        count, hidden = self._count(layer), self.stored_expert(layer, 0)[0].shape[1]
+        bias_name = f"{name.removesuffix('weight')}e_score_correction_bias"
+        bias = self._floats(bias_name, (count,)) if bias_name in self else None
+        config = {**self._sizes, "model_type": self.config.get("model_type")}
+        return router_settings(self._floats(name, (count, hidden)), bias, config, self._config_source)
+
+    def shared_expert(self, layer: int) -> tuple[EncodedExpert, np.ndarray | None] | None:
+        """The expert that every row of a layer passes, and the vector float32 [D] whose product with a row, through a
+        sigmoid, is its factor (None: 1). None where the layer has no such expert. Raises as expert()."""
+        for stem in (f"{self._block(layer)}shared_experts.", f"{self._block(layer)}shared_expert."):
+            if f"{stem}gate_proj.weight" in self:
+                matrices = (self.stored(f"{stem}{matrix}.weight") for matrix in ("gate_proj", "up_proj", "down_proj"))
+                expert = EncodedExpert(*(matrix.weights() for matrix in matrices))
+                factor = f"{self._block(layer)}shared_expert_gate.weight"
+                hidden = expert.gate.shape[1]
+                return expert, self._floats(factor, (1, hidden)).reshape(-1) if factor in self else None
+        return None
+
+    def _block(self, layer: int) -> str:
+        """What the names of everything in a layer's MoE block begin with."""
+        return self._layer(layer).stem.removesuffix("experts.")
+
+    def _floats(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A tensor as float32, whether it is kept so or encoded."""
+        file = self._holder(name)
+        if file.dtype(name) == "U8" and len(shape) == 2:
+            return self.stored(name, shape).weights().decode()
+        if file.dtype(name) != "F32" or file.shape(name) != shape:
+            got = f"{file.dtype(name)} {list(file.shape(name))}"
+            raise CheckpointError(f"{name} in {file.path}: expected F32 of shape {list(shape)}, got {got}")
+        return file.view(name).astype(np.float32)
 
     def shape_is_known(self, name: str) -> bool:
         """Whether configuration or stamp say the shape of a matrix; existing hosts' files do so for few but experts."""

@@ -16,7 +16,7 @@ _BATCH = 4096
 
 
 def encode_expert(
-    gate, up, down, x, *, exact=None, shares=None, rotate: bool = True, damping: float = 0.01
+    gate, up, down, x, *, exact=None, shares=None, rotate: bool = True, damping: float = 0.02
 ) -> tuple[tuple[Weights, Weights, Weights], tuple[CalibrationReport, CalibrationReport, CalibrationReport]]:
     """Encodes ``down(silu(gate x) * (up x))`` as "e8" for the rows that an expert meets.
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from .errors import CheckpointError
 
@@ -29,10 +30,28 @@ _MIXTRAL = ("w1", "w3", "w2")
 _ROLE_OF = dict(zip(_COMMON + _MIXTRAL, ROLES + ROLES, strict=True))
 
 
+class ExpertPlace(NamedTuple):
+    """Which matrix of which routed expert a tensor is; `stem` is what the names of its layer's experts begin with."""
+
+    stem: str
+    layer: int
+    expert: int
+    role: str
+
+
+def expert_place(name: str) -> ExpertPlace | None:
+    """What the name of one routed expert's matrix says, None for other names."""
+    match = _SEPARATE.match(name)
+    if not match:
+        return None
+    stem = name[: match.start("expert")]
+    return ExpertPlace(stem, int(match["layer"]), int(match["expert"]), _ROLE_OF[match["matrix"]])
+
+
 def expert_role(name: str) -> str | None:
     """``"gate"``, ``"up"`` or ``"down"`` for the matrix of one routed expert, else None."""
-    match = _SEPARATE.match(name)
-    return _ROLE_OF[match["matrix"]] if match else None
+    place = expert_place(name)
+    return place.role if place else None
 
 
 def layer_number(name: str) -> int | None:

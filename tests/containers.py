@@ -1,6 +1,7 @@
 """Containers that tests write by hand, after docs/containers.md, with the safetensors library alone."""
 
 import json
+import struct
 
 import numpy as np
 import oracle
@@ -42,3 +43,13 @@ def write_container(folder, matrices, config=CONFIG, shards=1, metadata=None, ex
             tensors |= tensors_of(name, matrices[name])
         save_file(tensors, folder / f"out-{shard:05}.safetensors", metadata)
     return folder
+
+
+def write_imatrix(path, vectors):
+    """An importance matrix of ggml, binary: count of entries; then name, calls and sums of squares of each."""
+    content = struct.pack("<i", len(vectors))
+    for name, sums in vectors.items():
+        content += struct.pack("<i", len(name)) + name.encode() + struct.pack("<ii", 1, sums.size)
+        content += np.ascontiguousarray(sums, "<f4").tobytes()
+    path.write_bytes(content)
+    return path

@@ -12,7 +12,7 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
-from containers import random_layer, write_container
+from containers import random_layer, write_container, write_imatrix
 from safetensors.numpy import load_file, save_file
 
 from pycoli.cli import main
@@ -61,6 +61,23 @@ def test_convert_reports_what_it_did(capsys, tmp_path, model):
     assert (code, "1 of them finished before" in out) == (0, True)
 
 
+def test_convert_calibrates(capsys, tmp_path, model):
+    rng = np.random.default_rng(2)
+    names = [f"blk.0.ffn_{role}_exps.weight" for role in ("gate", "up")]
+    file = write_imatrix(tmp_path / "imatrix", {name: np.exp(2 * rng.standard_normal((2, HIDDEN))) for name in names})
+    code, out, _ = pycoli(capsys, "convert", model, tmp_path / "out", "--imatrix", file)
+    assert code == 0
+    text = " ".join(out.split())
+    assert "calibration 4 of 4 matrices" in text
+    assert "of the outputs' energy" in text
+    assert "MiB for a matrix" in text
+    code, out, _ = pycoli(capsys, "convert", model, tmp_path / "out", "--imatrix", file, "--json")
+    report = json.loads(out)["calibration"]
+    assert (code, report["matrices"], report["searched"]) == (0, 4, {})
+    assert report["output_error"] < report["search_output_error"]
+    assert pycoli(capsys, "verify", tmp_path / "out", "--against", model)[0] == 0
+
+
 def test_dry_run(capsys, tmp_path, model):
     code, out, _ = pycoli(capsys, "convert", model, tmp_path / "out", "--dry-run", "--json")
     assert code == 0
@@ -106,6 +123,10 @@ def test_progress_bar_on_a_terminal(tmp_path, model):
         (["--experts", "e9"], "e9"),
         (["--dense", "e8"], "dense: e8 is for experts alone"),
         (["--keep", "("], "is no regular expression"),
+        (["--quality", "calibrated"], "--quality calibrated: --imatrix FILE or --activations FILE is needed"),
+        (["--quality", "search", "--imatrix", "x"], "--quality search: does not go with x"),
+        (["--imatrix", "missing.dat"], "missing.dat: cannot be read"),
+        (["--activations", "missing.safetensors"], "missing.safetensors"),
     ],
 )
 def test_settings_that_do_not_do(capsys, tmp_path, model, arguments, message):

@@ -10,7 +10,8 @@ from safetensors.numpy import save_file
 import pycoli
 from pycoli.checkpoint import Checkpoint
 from pycoli.cli import main
-from pycoli.cli.layer import routing_error
+from pycoli.cli.layer import routing_error, stored_layer
+from pycoli.container import Container
 
 D, H, E = 64, 32, 8
 
@@ -159,6 +160,53 @@ def test_on_a_gpu(tmp_path, capsys, simt_lib, monkeypatch):
     assert report["paths"]["issue"]["rows"] + report["paths"]["group"]["rows"] == 8
     assert report["why_failed"] == {}
     pycoli.open_backend().shutdown()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_container(family, tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    tensors = family_tensors(family)
+    folder = write_checkpoint(tmp_path / "model", family, tensors)
+    assert main(["convert", folder, str(tmp_path / "container"), "--experts", "f32", "--dense", "f32"]) == 0
+    rows = gaussian(5, D, seed=4)
+    np.save(tmp_path / "rows.npy", rows)
+    capsys.readouterr()
+    run = ["run", str(tmp_path / "container"), "--layer-forward", "--activations", str(tmp_path / "rows.npy"), "--json"]
+    assert main(run) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["right"]
+    assert report["shared_expert"] == (family in ("deepseek_v3", "qwen2_moe"))
+    with Container(tmp_path / "container") as container:
+        parts = stored_layer(container, 1)
+        router = pycoli.Router(**parts.router)
+        with pycoli.MoELayer(parts.experts, router, parts.shared, devices="cpu", shared_gate=parts.gate) as layer:
+            np.testing.assert_allclose(layer(rows), definition(rows, tensors, family), rtol=1e-4, atol=1e-3)
+
+
+def test_a_container_in_e8_and_int8(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    folder = write_checkpoint(tmp_path / "model", "qwen2_moe")
+    assert main(["convert", folder, str(tmp_path / "container"), "--fallback", "int8"]) == 0
+    capsys.readouterr()
+    assert main(["run", str(tmp_path / "container"), "--layer-forward"]) == 0
+    assert "right" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.gate.weight"), "layer 1 has no router that is known here"),
+        (lambda t: t.update({"model.layers.1.mlp.gate.weight": gaussian(E, D + 1)}), "expected F32 of shape [8, 64]"),
+        (lambda t: t.pop("model.layers.1.mlp.shared_expert.up_proj.weight"), "shared_expert.up_proj.weight"),
+    ],
+)
+def test_containers_that_cannot_be_routed(change, message, tmp_path, capsys):
+    tensors = family_tensors("qwen2_moe")
+    change(tensors)
+    write_checkpoint(tmp_path, "qwen2_moe", tensors)
+    (tmp_path / "model.safetensors").rename(tmp_path / "out-00000.safetensors")
+    assert main(["run", str(tmp_path), "--layer-forward"]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,17 @@ import time
 
 import ml_dtypes
 import numpy as np
+import olmoe
 import oracle
 import pytest
+from containers import write_imatrix
 from safetensors.numpy import load_file, save_file
 
 import pycoli
 from pycoli import convert as conversion
 from pycoli.checkpoint import Checkpoint
-from pycoli.convert import Settings, convert, manifest, open_source, shard
-from pycoli.convert.verify import verify
+from pycoli.convert import Imatrix, Recording, Settings, convert, manifest, open_source, shard
+from pycoli.convert.verify import NMSE_LIMITS, verify
 
 HIDDEN, INNER, EXPERTS, LAYERS = 512, 256, 3, 2
 CONFIG = {
@@ -709,5 +711,207 @@ def test_quality_of_e8(tmp_path):
     assert content(tmp_path / "search") != content(tmp_path / "reference")
     with pytest.raises(pycoli.CheckpointError, match="quality"):
         convert(model, tmp_path / "search", Settings(quality="reference"))
-    with pytest.raises(pycoli.ArgumentError, match="quality: expected search or reference, got 'best'"):
+    with pytest.raises(pycoli.ArgumentError, match="quality: expected search, reference or calibrated, got 'best'"):
         Settings(quality="best")
+
+
+# Calibration
+
+
+def recording(path, rng, layers=range(LAYERS), rows=300, hidden=HIDDEN, **replaced):
+    """Recorded inputs whose columns are related, bfloat16 as models have them."""
+    tensors = {}
+    for layer in layers:
+        mixing = rng.standard_normal((16, hidden))
+        x = rng.standard_normal((rows, 16)) @ mixing + 0.3 * rng.standard_normal((rows, hidden))
+        tensors[f"layer{layer}.x"] = x.astype(ml_dtypes.bfloat16)
+    save_file(tensors | replaced, path)
+    return path
+
+
+CALIBRATED = Settings(quality="calibrated")
+
+
+def with_top_k(folder, top_k=2):
+    config = json.loads((folder / "config.json").read_text()) | {"num_experts_per_tok": top_k}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_experts_are_calibrated_with_the_rows_that_routers_send_them(tmp_path, model, rng, monkeypatch):
+    folder, file = with_top_k(model[0]), recording(tmp_path / "x.safetensors", rng)
+    report = convert(folder, tmp_path / "out", CALIBRATED, knowledge=Recording(file), jobs=2)
+    totals = report.calibration
+    assert (totals.matrices, totals.searched) == (3 * EXPERTS * LAYERS, {})
+    assert totals.output_error < 0.7 * totals.search_output_error
+    assert totals.peak_bytes > 4 * HIDDEN**2
+    assert totals.encode_seconds > 0
+    checkpoint, x = Checkpoint(folder), load_file(file)["layer1.x"].astype(np.float32)
+    ids, shares = pycoli.Router(**checkpoint.router(1))(x)
+    rows, places = np.nonzero(ids == 2)
+    original = checkpoint.expert(1, 2)
+    wanted, _ = pycoli.encode_expert(original.gate, original.up, original.down, x[rows], shares=shares[rows, places])
+    with pycoli.Container(tmp_path / "out") as container:
+        for weights, encoded in zip(container.expert(1, 2), wanted, strict=True):
+            assert weights.data.tobytes() == encoded.data.tobytes()
+    monkeypatch.setitem(NMSE_LIMITS, "e8", 0.05)
+    results = list(verify(tmp_path / "out", open_source(folder)))
+    assert not [result.problem for result in results if result.problem]
+    assert max(result.loss.nmse for result in results) > 0.05  # the limit of what is not calibrated
+    again = convert(folder, tmp_path / "out", CALIBRATED, knowledge=Recording(file))
+    assert again.resumed == len(again.plan.shards)
+    assert again.calibration == totals
+
+
+@pytest.fixture
+def recorded(tmp_path, rng):
+    """A smaller model, and a recording of its inputs."""
+    config = {**CONFIG, "hidden_size": 256, "moe_intermediate_size": 256, "num_experts_per_tok": 2}
+    folder = write_model(tmp_path / "model", model_tensors(rng, hidden=256, inner=256), config)
+    return folder, recording(tmp_path / "x.safetensors", rng, hidden=256)
+
+
+def test_the_size_of_shards_does_not_change_calibrated_experts(tmp_path, recorded):
+    """An expert whose matrices are in several files is encoded once."""
+    folder, file = recorded
+    stored = {}
+    for shard_bytes in (2**31, 20_000):
+        out = tmp_path / str(shard_bytes)
+        settings = Settings(quality="calibrated", shard_bytes=shard_bytes)
+        report = convert(folder, out, settings, knowledge=Recording(file))
+        assert report.calibration.count == 3 * EXPERTS * LAYERS
+        with pycoli.Container(out) as container:
+            stored[shard_bytes] = [w.data.tobytes() for expert in container.experts(0) for w in expert]
+    assert len(report.plan.shards) > 5
+    assert stored[2**31] == stored[20_000]
+
+
+def test_experts_without_activations_are_searched_and_counted(tmp_path, model, rng):
+    folder, file = with_top_k(model[0], 1), recording(tmp_path / "x.safetensors", rng, layers=[1], rows=70)
+    report = convert(folder, tmp_path / "out", CALIBRATED, knowledge=Recording(file))
+    assert report.calibration.count == 3 * EXPERTS * LAYERS
+    assert report.calibration.searched["no layer0.x in x.safetensors"] == 3 * EXPERTS
+    assert report.calibration.searched["fewer than 64 activations"] >= 3 * (EXPERTS - 1)
+    gate = Checkpoint(folder).expert(0, 0).gate
+    with pycoli.Container(tmp_path / "out") as container:
+        assert container.expert(0, 0).gate.data.tobytes() == pycoli.encode(gate, "e8").data.tobytes()
+
+
+def test_an_imatrix_calibrates(tmp_path, model, rng):
+    folder, _ = model
+    squares = {"gate": HIDDEN, "up": HIDDEN, "down": INNER}
+    vectors = {
+        f"blk.{layer}.ffn_{role}_exps.weight": np.exp(3 * rng.standard_normal((EXPERTS, columns)))
+        for layer in range(LAYERS)
+        for role, columns in squares.items()
+    }
+    vectors["blk.0.ffn_up_exps.weight"][1] = 0
+    del vectors["blk.1.ffn_down_exps.weight"]
+    file = write_imatrix(tmp_path / "imatrix.dat", vectors)
+    report = convert(folder, tmp_path / "out", CALIBRATED, knowledge=Imatrix(file))
+    assert report.calibration.searched == {"no activations in the imatrix": 1, "not in the imatrix": EXPERTS}
+    assert report.calibration.matrices == 3 * EXPERTS * LAYERS - 1 - EXPERTS
+    assert report.calibration.output_error < report.calibration.search_output_error
+    w = Checkpoint(folder).expert(1, 2).up
+    importance = vectors["blk.1.ffn_up_exps.weight"][2].astype(np.float32)
+    wanted = pycoli.encode(w, "e8", quality="calibrated", importance=importance)
+    with pycoli.Container(tmp_path / "out") as container:
+        assert container.expert(1, 2).up.data.tobytes() == wanted.data.tobytes()
+
+
+def test_another_calibration_is_refused(tmp_path, recorded, rng):
+    folder, file = recorded
+    convert(folder, tmp_path / "out", CALIBRATED, knowledge=Recording(file))
+    other = recording(tmp_path / "other.safetensors", rng, hidden=256)
+    with pytest.raises(pycoli.CheckpointError, match=r"other settings: calibration '[0-9a-f]{64}', now"):
+        convert(folder, tmp_path / "out", CALIBRATED, knowledge=Recording(other))
+    with pytest.raises(pycoli.CheckpointError, match=r"other settings: calibration .*, now None, quality"):
+        convert(folder, tmp_path / "out")
+
+
+def test_killed_while_calibrating(tmp_path, recorded, monkeypatch):
+    folder, file = recorded
+    settings = Settings(quality="calibrated", shard_bytes=20_000)
+    whole = convert(folder, tmp_path / "whole", settings, knowledge=Recording(file))
+    written = conversion.write_shard
+
+    def stop(shard_plan, *arguments):
+        if shard_plan.name == "out-00003.safetensors":
+            raise KeyboardInterrupt
+        return written(shard_plan, *arguments)
+
+    monkeypatch.setattr(conversion, "write_shard", stop)
+    with pytest.raises(KeyboardInterrupt):
+        convert(folder, tmp_path / "out", settings, knowledge=Recording(file))
+    monkeypatch.undo()
+    report = convert(folder, tmp_path / "out", settings, knowledge=Recording(file))
+    assert report.resumed == 3
+    assert report.calibration.count == whole.calibration.count
+    for name in (shard_plan.name for shard_plan in whole.plan.shards):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"hidden": np.ones((3, HIDDEN), np.float32)}, r"expected tensors such as layer0.x, found hidden"),
+        ({"layer1.x": np.ones((3, HIDDEN + 1), np.float32)}, r"layer1.x .* \[tokens, 512\], got F32 \[3, 513\]"),
+        ({"layer0.x": np.ones((3, HIDDEN), np.int32)}, r"layer0.x .* got I32"),
+        ({"layer0.x": np.full((99, HIDDEN), np.nan, np.float32)}, r"layer0.x .*nan"),
+    ],
+)
+def test_recordings_that_do_not_do(tmp_path, model, tensors, message):
+    save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(pycoli.CheckpointError, match=message):
+        convert(with_top_k(model[0]), tmp_path / "out", CALIBRATED, knowledge=Recording(tmp_path / "x.safetensors"))
+    assert not list(tmp_path.glob("out/out-*"))
+
+
+@pytest.mark.parametrize(
+    ("vectors", "message"),
+    [
+        ({"blk.0.attn_q.weight": np.ones(HIDDEN)}, "nothing on the experts of this model, such as blk.0.ffn_"),
+        ({"blk.0.ffn_up_exps.weight": np.ones(HIDDEN + 1)}, "ffn_up_exps.weight: expected 512 numbers an expert"),
+        ({"blk.0.ffn_up_exps.weight": np.ones(2 * HIDDEN)}, "expected 512 numbers an expert, for at least 3, got 1024"),
+    ],
+)
+def test_imatrices_that_do_not_do(tmp_path, model, vectors, message):
+    with pytest.raises(pycoli.CheckpointError, match=message):
+        convert(model[0], tmp_path / "out", CALIBRATED, knowledge=Imatrix(write_imatrix(tmp_path / "i.dat", vectors)))
+
+
+def test_calibration_where_there_is_nothing_to_calibrate(tmp_path, model, rng):
+    knowledge = Recording(recording(tmp_path / "x.safetensors", rng))
+    with pytest.raises(pycoli.ArgumentError, match="quality calibrated, and no other, needs"):
+        convert(model[0], tmp_path / "out", CALIBRATED)
+    with pytest.raises(pycoli.ArgumentError, match="quality calibrated, and no other, needs"):
+        convert(model[0], tmp_path / "out", knowledge=knowledge)
+    with pytest.raises(pycoli.ArgumentError, match="no matrix is encoded as e8"):
+        convert(model[0], tmp_path / "out", Settings("int8", quality="calibrated"), knowledge=knowledge)
+
+
+def test_a_layer_of_tiny_olmoe_is_calibrated(tmp_path, shared):
+    """Rows of the trained model say how to encode it for other rows, too."""
+    models, inputs = shared / "models", []
+    model = olmoe.Olmoe(models / "tiny-olmoe")
+    for windows in (olmoe.calibration_windows(models, 4096), olmoe.evaluation_windows(models)[:4]):
+        inputs.append(model.moe_input(0, model.attend(0, model.embed(windows[:, :512]))))
+    save_file({"layer0.x": inputs[0]}, tmp_path / "x.safetensors")
+    tensors = {"model.layers.0.mlp.gate.weight": model.router(0)[:2]}
+    for number in range(2):
+        for matrix, w in zip(COMMON, model.experts[0][number], strict=True):
+            tensors[f"model.layers.0.mlp.experts.{number}.{matrix}.weight"] = w
+    folder = write_model(tmp_path / "model", tensors, {"model_type": "olmoe", "num_experts_per_tok": 1})
+    errors = {}
+    for quality, knowledge in (("search", None), ("calibrated", Recording(tmp_path / "x.safetensors"))):
+        report = convert(folder, tmp_path / quality, Settings(quality=quality), knowledge=knowledge)
+        with pycoli.Container(tmp_path / quality) as container:
+            error, energy = 0.0, 0.0
+            for original, expert in zip(model.experts[0], container.experts(0), strict=False):
+                exact = olmoe.hidden_rows(original, inputs[1]) @ original[2].T
+                decoded = tuple(weights.decode() for weights in expert)
+                error += np.square(olmoe.hidden_rows(decoded, inputs[1]) @ decoded[2].T - exact).sum()
+                energy += np.square(exact).sum()
+        errors[quality] = error / energy
+    assert (report.calibration.matrices, report.calibration.searched) == (6, {})
+    assert errors["calibrated"] < 0.7 * errors["search"]

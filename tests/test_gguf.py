@@ -22,6 +22,7 @@ from gguf import GGMLQuantizationType as Type  # noqa: E402
 from gguf import quants  # noqa: E402
 
 from pycoli import gguf as ours  # noqa: E402
+from pycoli.convert.gguf_source import export_gguf  # noqa: E402
 
 HIDDEN, INNER, EXPERTS = 512, 256, 3
 
@@ -286,6 +287,34 @@ def test_rows_of_llama_heads_are_put_back(tmp_path, rng):
         pycoli.CheckpointError, match=r"blk.0.attn_q.weight: \[511, 512\] does not go with 4 attention heads"
     ):
         convert(file, tmp_path / "odd")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "config"),
+    [
+        ("olmoe", {}, {"norm_topk_prob": False}),
+        ("qwen3moe", {}, {"norm_topk_prob": True}),
+        ("llama", {"attention__head_count": 4}, {"norm_topk_prob": True}),
+        (
+            "deepseek2",
+            {"expert_weights_norm": 1, "expert_gating_func": 2, "expert_group_count": 8, "expert_group_used_count": 4},
+            {"norm_topk_prob": True, "scoring_func": "sigmoid", "n_group": 8, "topk_group": 4},
+        ),
+    ],
+)
+def test_how_a_model_routes_comes_in_and_goes_out(tmp_path, rng, architecture, fields, config):
+    file = write_gguf(tmp_path / "model.gguf", whole_model(rng)[0], architecture, **fields)
+    convert(file, tmp_path / "out")
+    read = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert read["num_experts_per_tok"] == 2
+    assert {key: read[key] for key in config} == config
+    with pycoli.Container(tmp_path / "out") as container:
+        export_gguf(container, tmp_path / "back.gguf")
+        router = container.router(0)
+    assert router["renormalise"] == config["norm_topk_prob"]
+    convert(tmp_path / "back.gguf", tmp_path / "again")
+    again = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert {key: again[key] for key in config} == config
 
 
 def test_super_scales_that_cannot_be_doubled_are_named(tmp_path, rng):

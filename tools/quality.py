@@ -215,11 +215,33 @@ def report(bench: Bench, results: list[Result], reports: list, tokens: int, plot
     )
 
 
+def label(figure, axes, places: dict[str, tuple[float, float]]) -> None:
+    """Writes each name beside its point, on the first side where it covers neither another name nor a point."""
+    from matplotlib.transforms import Bbox
+
+    sides = [("left", 8, 0), ("right", -8, 0), ("left", 6, 10), ("left", 6, -10), ("right", -6, 10), ("right", -6, -10)]
+    figure.draw_without_rendering()  # places depend on the layout
+    taken = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in axes.transData.transform([*places.values()])]
+    for name, place in places.items():
+        for align, across, up in sides:
+            text = axes.annotate(
+                name, place, (across, up), textcoords="offset points", fontsize=8, ha=align, va="center"
+            )
+            box = text.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                break
+            text.remove()
+        else:
+            raise RuntimeError(f"no room for the name {name} in the plot")
+        taken.append(box)
+
+
 def draw(results: list[Result], exact: np.ndarray, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 5), layout="constrained")
     axes = figure.subplots()
+    places = {}
     for result in results:
         if "unrotated" in result.name:  # would hide the rotated ones
             continue
@@ -233,8 +255,7 @@ def draw(results: list[Result], exact: np.ndarray, path: Path) -> None:
             color="tab:red" if e8 else "tab:blue",
             capsize=3,
         )
-        place = result.bits, max(lost.mean(), 1e-5)
-        axes.annotate(result.name, place, xytext=(6, 4), textcoords="offset points", fontsize=8)
+        places[result.name] = (result.bits, max(lost.mean(), 1e-5))
     axes.set(
         xscale="log",
         yscale="log",
@@ -246,6 +267,9 @@ def draw(results: list[Result], exact: np.ndarray, path: Path) -> None:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
+    axes.set_xlim(1.8, 10)
+    axes.set_ylim(bottom=1e-5)
+    label(figure, axes, places)
     figure.savefig(path, dpi=120)
 
 

@@ -8,7 +8,8 @@
  *
  * The super-scale is searched for the targets of its whole super-block, with the errors of earlier super-blocks; the
  * sub-scale code when the lanes of its sub-block come up. When all lanes are there, each is chosen again in a few sweeps,
- * for what is best beside all others: coordinate descent on e H e^T, which never makes a row worse. Rows are in units of
+ * for what is best beside all others: coordinate descent on e H e^T, which never makes a row worse. A lane's eight weights
+ * are chosen together by the diagonal of its part of H, each four of them then by all of theirs. Rows are in units of
  * their largest weight, rounded to a power of two. Several rows go through together, because reading R takes longer than
  * multiplying with it. */
 #include <math.h>
@@ -20,10 +21,10 @@
 #include "status.h"
 #include "tables.h"
 
-#define DEFAULT_DAMPING 0.01f
+#define DEFAULT_DAMPING 0.02f
 #define PANEL 64 /* columns of R that are computed together */
 #define TEAM_ROWS 8
-#define SWEEPS 4 /* at most; most of what they gain comes from the first */
+#define SWEEPS 8 /* at most; most of what they gain comes from the first */
 #define TILE 64  /* rows of R that stay in the cache for the rows that go through together */
 
 /* The factor R of a Hessian of `columns` columns, filled up to `size`, whole lanes, by columns that matter next to nothing.
@@ -344,13 +345,33 @@ static double cost_of_change(const calibration *by, const float *gradient, int l
     return cost;
 }
 
+/* Gives a lane other entries and signs where that lowers the cost; returns whether it did. */
+static int take_lane(const calibration *by, encoded_row *row, int lane, float scale, const uint8_t found[2], uint32_t signs,
+                     uint32_t *word, uint8_t indices[2]) {
+    const uint8_t *codebook = coli_e8_codebook();
+    int l = lane / COLI_LANE % COLI_E8_LANES;
+    float *errors = row->errors + lane, decoded[COLI_LANE], change[COLI_LANE];
+    if (found[0] == indices[0] && found[1] == indices[1] && (signs & 127u) == (*word >> 7 * l & 127u)) return 0;
+    coli_e8_lane(codebook + 4 * found[0], codebook + 4 * found[1], signs, scale, decoded);
+    for (int j = 0; j < COLI_LANE; j++) change[j] = row->w[lane + j] - decoded[j] - errors[j];
+    double cost = cost_of_change(by, row->carried + lane, lane, change);
+    if (!(cost < 0)) return 0;
+    row->cost += cost;
+    for (int j = 0; j < COLI_LANE; j++) errors[j] += change[j];
+    coli_kernels_current()->add_products(row->carried, by->size, change, COLI_LANE,
+                                         by->hessian + (size_t)lane * (size_t)by->size, (size_t)by->size);
+    indices[0] = found[0];
+    indices[1] = found[1];
+    *word = (*word & ~(127u << 7 * l)) | (signs & 127u) << 7 * l;
+    return 1;
+}
+
 /* Chooses a lane again for what is best beside all others; returns whether it changed. */
 static int improve_lane(const calibration *by, encoded_row *row, coli_e8_subblock *subblock, int lane, float scale,
                         uint32_t *word, uint8_t indices[2]) {
-    const uint8_t *codebook = coli_e8_codebook();
     int l = lane / COLI_LANE % COLI_E8_LANES;
-    float *gradient = row->carried + lane, *errors = row->errors + lane;
-    float target[COLI_LANE], decoded[COLI_LANE], change[COLI_LANE];
+    const float *gradient = row->carried + lane, *errors = row->errors + lane;
+    float target[COLI_LANE];
     uint8_t found[2];
     for (int j = 0; j < COLI_LANE; j++) {
         float step = 0;
@@ -359,18 +380,50 @@ static int improve_lane(const calibration *by, encoded_row *row, coli_e8_subbloc
     }
     coli_e8_set_lane(subblock, l, target, 1);
     uint32_t signs = coli_e8_choose_lane(subblock, l, target, scale, found);
-    if (found[0] == indices[0] && found[1] == indices[1] && (signs & 127u) == (*word >> 7 * l & 127u)) return 0;
-    coli_e8_lane(codebook + 4 * found[0], codebook + 4 * found[1], signs, scale, decoded);
-    for (int j = 0; j < COLI_LANE; j++) change[j] = row->w[lane + j] - decoded[j] - errors[j];
-    double cost = cost_of_change(by, gradient, lane, change);
-    if (!(cost < 0)) return 0;
-    row->cost += cost;
-    for (int j = 0; j < COLI_LANE; j++) errors[j] += change[j];
-    coli_kernels_current()->add_products(row->carried, by->size, change, COLI_LANE,
-                                         by->hessian + (size_t)lane * (size_t)by->size, (size_t)by->size);
-    memcpy(indices, found, sizeof found);
-    *word = (*word & ~(127u << 7 * l)) | (signs & 127u) << 7 * l;
-    return 1;
+    return take_lane(by, row, lane, scale, found, signs, word, indices);
+}
+
+/* Signs to try with a group: as they are, and with the two of its weights flipped that are nearest to zero. */
+static uint32_t flipped_pair(const float target[4]) {
+    int first = 0, second;
+    for (int k = 1; k < 4; k++) first = fabsf(target[k]) < fabsf(target[first]) ? k : first;
+    second = first == 0;
+    for (int k = 0; k < 4; k++) second = k != first && fabsf(target[k]) < fabsf(target[second]) ? k : second;
+    return 1u << first | 1u << second;
+}
+
+/* Chooses the entry of half a lane again, by the Hessian's own 4 x 4 part. */
+static int improve_group(const calibration *by, encoded_row *row, int lane, int half, float scale, uint32_t *word,
+                         uint8_t indices[2]) {
+    int l = lane / COLI_LANE % COLI_E8_LANES, start = lane + 4 * half;
+    size_t size = (size_t)by->size;
+    uint32_t signs = coli_e8_signs(*word, l);
+    float pull[4], target[4], lowest = HUGE_VALF;
+    uint32_t chosen = signs;
+    uint8_t found[2] = {indices[0], indices[1]};
+    for (int k = 0; k < 4; k++) {
+        const float *hessian = by->hessian + (size_t)(start + k) * size + (size_t)start;
+        pull[k] = row->carried[start + k];
+        for (int j = 0; j < 4; j++) pull[k] += hessian[j] * (row->w[start + j] - row->errors[start + j]);
+        target[k] = pull[k] / hessian[k];
+    }
+    for (int flip = 0; flip < 2; flip++) {
+        uint32_t tried = signs ^ (flip ? flipped_pair(target) << 4 * half : 0);
+        float linear[4], quadratic[4][4], score, signed_scale[4];
+        for (int k = 0; k < 4; k++) signed_scale[k] = tried >> (4 * half + k) & 1u ? -scale : scale;
+        for (int k = 0; k < 4; k++) {
+            const float *hessian = by->hessian + (size_t)(start + k) * size + (size_t)start;
+            linear[k] = -2 * signed_scale[k] * pull[k];
+            for (int j = 0; j < 4; j++) quadratic[k][j] = (j == k ? 1 : 2) * signed_scale[k] * signed_scale[j] * hessian[j];
+        }
+        int entry = coli_kernels_current()->e8_lowest_quadratic(coli_e8_search_table(), linear, quadratic, &score);
+        if (score < lowest) {
+            lowest = score;
+            found[half] = (uint8_t)entry;
+            chosen = tried;
+        }
+    }
+    return take_lane(by, row, lane, scale, found, chosen, word, indices);
 }
 
 static void improve_row(const calibration *by, encoded_row *row, uint8_t *bytes) {
@@ -386,9 +439,12 @@ static void improve_row(const calibration *by, encoded_row *row, uint8_t *bytes)
             for (int i = 0; i < COLI_E8_SUBBLOCK && first + i < by->size; i++)
                 importance[i] = by->hessian[(size_t)(first + i) * (size_t)(by->size + 1)];
             subblock.importance = importance;
-            for (int lane = first; lane < first + COLI_E8_SUBBLOCK && lane < by->size; lane += COLI_LANE)
-                changed |= improve_lane(by, row, &subblock, lane, coli_e8_scaled(d, word), &word,
-                                        block + lane % COLI_E8_BLOCK / 4);
+            float scale = coli_e8_scaled(d, word);
+            for (int lane = first; lane < first + COLI_E8_SUBBLOCK && lane < by->size; lane += COLI_LANE) {
+                uint8_t *indices = block + lane % COLI_E8_BLOCK / 4;
+                changed |= improve_lane(by, row, &subblock, lane, scale, &word, indices);
+                for (int half = 0; half < 2; half++) changed |= improve_group(by, row, lane, half, scale, &word, indices);
+            }
             coli_e8_store_word(block, b, word);
         }
     }

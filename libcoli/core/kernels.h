@@ -23,19 +23,18 @@
  * them several), and scales are tried on the slots' maxima. Round r holds the r-th entry of each slot that has so many,
  * the longest slots first; where a round is filled up to a multiple of 8, it repeats the slot's first entry.
  *
- * Weights are in units of half a table byte. In double, products with float32 magnitudes and sub-scales are exact, so
- * that ties between entries are recognised as ties; the reference rule needs that. */
+ * Weights are in units of half a table byte. */
 #define COLI_E8_SLOTS 72
 #define COLI_E8_ROUNDS 6
 #define COLI_E8_PLACES 280 /* of all rounds */
 
 typedef struct coli_e8_search {
-    double weights_f64[4][COLI_E8_PLACES]; /* weight k of the entry at each place */
-    float weights_f32[4][COLI_E8_PLACES];
-    double lengths_f64[COLI_E8_PLACES]; /* squared; the first COLI_E8_SLOTS places are one of each slot */
-    float lengths_f32[COLI_E8_PLACES];
+    float weights[4][COLI_E8_PLACES]; /* weight k of the entry at each place */
+    float lengths[COLI_E8_PLACES];    /* squared; the first COLI_E8_SLOTS places are one of each slot */
     int entries[COLI_E8_PLACES];
     int round_slots[COLI_E8_ROUNDS];
+    int by_length[COLI_E8_SLOTS];        /* slots, the shortest first */
+    float sorted_lengths[COLI_E8_SLOTS]; /* theirs */
 } coli_e8_search;
 
 #define COLI_E8_TRIALS 256 /* the most sub-scales that e8_gains tries at once */
@@ -75,6 +74,10 @@ typedef struct coli_kernels {
     /* Those entries of lane `lane`, and which of its weights takes the other sign, or -1. */
     int (*e8_choose)(const coli_e8_search *codebook, const coli_e8_subblock *subblock, int lane, float scale,
                      uint8_t indices[2]);
+
+    /* The entry g with the lowest linear g + g quadratic g, `quadratic` being upper triangular; the lowest of equals. */
+    int (*e8_lowest_quadratic)(const coli_e8_search *codebook, const float linear[4], const float quadratic[4][4],
+                               float *lowest);
 
     /* y[j] += sum_k x[k] w[k, j] over `count` rows of w, whose rows are `stride` apart, one after another. */
     void (*add_products)(float *y, int columns, const float *x, int count, const float *w, size_t stride);

@@ -62,11 +62,8 @@ static int entry_length(int entry) {
 static void place_entry(int place, int entry) {
     coli_e8_search *table = &searchable_codebook;
     table->entries[place] = entry;
-    table->lengths_f64[place] = table->lengths_f32[place] = (float)entry_length(entry);
-    for (int k = 0; k < 4; k++) {
-        table->weights_f32[k][place] = (float)coli_e8_codebook()[4 * entry + k] * 0.5f;
-        table->weights_f64[k][place] = table->weights_f32[k][place];
-    }
+    table->lengths[place] = (float)entry_length(entry);
+    for (int k = 0; k < 4; k++) table->weights[k][place] = (float)coli_e8_codebook()[4 * entry + k] * 0.5f;
 }
 
 /* Entries by slots: those of one length, at most COLI_E8_ROUNDS in a slot. */
@@ -85,6 +82,17 @@ static int fill_slots(search_slot slots[COLI_E8_SLOTS]) {
         slots[slot].entries[slots[slot].count++] = entry;
     }
     return count;
+}
+
+/* Insertion, so that slots of one length keep their order. */
+static void sort_slots_by_length(coli_e8_search *table) {
+    for (int slot = 0; slot < COLI_E8_SLOTS; slot++) {
+        int place = slot;
+        for (; place > 0 && table->lengths[table->by_length[place - 1]] > table->lengths[slot]; place--)
+            table->by_length[place] = table->by_length[place - 1];
+        table->by_length[place] = slot;
+    }
+    for (int i = 0; i < COLI_E8_SLOTS; i++) table->sorted_lengths[i] = table->lengths[table->by_length[i]];
 }
 
 static void fill_searchable_codebook(void) {
@@ -106,6 +114,7 @@ static void fill_searchable_codebook(void) {
             place_entry(place++, slot->entries[slot->count > round ? round : 0]);
         }
     }
+    sort_slots_by_length(&searchable_codebook);
 }
 const coli_e8_search *coli_e8_search_table(void) {
     static once_state once = ONCE;

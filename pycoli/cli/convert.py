@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from tqdm import tqdm
 
 from ..container import Container, is_container
-from ..convert import Report, Settings, convert
+from ..convert import Imatrix, Recording, Report, Settings, convert
+from ..convert.calibration import CalibrationTotals, Knowledge
 from ..convert.shard import Loss
 from ..errors import ArgumentError
 from .report import RIGHT, add_options, check_output, reading, say, sections, table, write_report
@@ -44,10 +46,18 @@ def add_parser(commands) -> None:
     )
     parser.add_argument(
         "--quality",
-        choices=("search", "reference"),
-        default=defaults.quality,
-        help="how E8 is encoded: search loses less, reference is bit-identical to existing converters "
-        "(default %(default)s)",
+        choices=("search", "reference", "calibrated"),
+        help="how E8 is encoded: search loses less than reference, which is bit-identical to existing converters; "
+        "calibrated loses the least of a model, and needs --imatrix or --activations (default calibrated with one of "
+        "them, else search)",
+    )
+    knowledge = parser.add_mutually_exclusive_group()
+    knowledge.add_argument("--imatrix", metavar="FILE", help="importance matrix of ggml to calibrate with")
+    knowledge.add_argument(
+        "--activations",
+        metavar="FILE",
+        help="recorded inputs of the MoE blocks to calibrate with, which is better: a .safetensors file with tensors "
+        "layerN.x [tokens, D]",
     )
     parser.add_argument("--keep", metavar="REGEX", help="tensors in whose names this is found stay float32")
     parser.add_argument(
@@ -73,9 +83,9 @@ def command(options: argparse.Namespace) -> int:
     check_output(options)
     if options.destination.endswith(".gguf"):
         return _export(options)
-    settings = Settings(
-        options.experts, options.dense, options.keep, options.fallback, options.quality, options.shard_size
-    )
+    knowledge = _knowledge(options)
+    quality = options.quality or ("search" if knowledge is None else "calibrated")
+    settings = Settings(options.experts, options.dense, options.keep, options.fallback, quality, options.shard_size)
     # disable=None: no bar where standard error is not a terminal.
     bar = tqdm(desc="convert", unit="weight", unit_scale=True, disable=None, leave=False)
     with bar, reading(options.source):
@@ -90,6 +100,7 @@ def command(options: argparse.Namespace) -> int:
             options.source,
             options.destination,
             settings,
+            knowledge=knowledge,
             jobs=options.jobs,
             dry_run=options.dry_run,
             progress=progress,
@@ -98,6 +109,19 @@ def command(options: argparse.Namespace) -> int:
         say(f"pycoli convert: warning: {warning}", sys.stderr)
     write_report(_as_json(report, options), _as_text(report, options), options)
     return RIGHT
+
+
+def _knowledge(options: argparse.Namespace) -> Knowledge | None:
+    """What the user knows of activations."""
+    path = options.imatrix or options.activations
+    if path is None:
+        if options.quality == "calibrated":
+            raise ArgumentError("--quality calibrated: --imatrix FILE or --activations FILE is needed")
+        return None
+    if options.quality not in (None, "calibrated"):
+        raise ArgumentError(f"--quality {options.quality}: does not go with {path}, which is to calibrate with")
+    with reading(path):
+        return Imatrix(path) if options.imatrix else Recording(path)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -138,6 +162,7 @@ def _as_json(report: Report, options: argparse.Namespace) -> dict:
             }
             for kind, fmt, loss in _by_kind(report)
         ],
+        "calibration": asdict(report.calibration) if report.calibration.count else None,
         "warnings": report.warnings,
     }
 
@@ -154,8 +179,26 @@ def _as_text(report: Report, options: argparse.Namespace) -> str:
     else:
         resumed = f", {report.resumed} of them finished before" if report.resumed else ""
         facts = [("container", [f"{options.destination}: {shards}{resumed}, {report.seconds:.1f} s"])]
+        if report.calibration.count:
+            facts.append(("calibration", _calibration_lines(report.calibration)))
     header = ["kind", "format", "tensors", "weights", "bytes", "bits/weight", "NMSE"]
     return "\n\n".join([table(header, lines), sections(facts)])
+
+
+def _calibration_lines(totals: CalibrationTotals) -> list[str]:
+    lines = [f"{totals.matrices:,} of {totals.count:,} matrices"]
+    if totals.matrices:
+        error, searched = (sum_ / totals.matrices for sum_ in (totals.output_error, totals.search_output_error))
+        lines.append(
+            f"error of their outputs over the activations: {error:.3g} of the outputs' energy, "
+            f"{searched:.3g} by searching"
+        )
+    lines += [f"{count:,} by searching: {reason}" for reason, count in sorted(totals.searched.items())]
+    lines.append(
+        f"{totals.collect_seconds:.0f} s summing activations, {totals.encode_seconds:.0f} s encoding, "
+        f"at most about {totals.peak_bytes / 2**20:.0f} MiB for a matrix"
+    )
+    return lines
 
 
 def loss_line(kind: str, fmt: str, loss: Loss, planned: bool = False) -> list[str]:

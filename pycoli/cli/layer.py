@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from tqdm import tqdm
@@ -12,6 +13,7 @@ from tqdm import tqdm
 import pycoli
 
 from ..checkpoint import Checkpoint, ExpertWeights
+from ..container import Container
 from ..errors import CheckpointError, NotFiniteError, ShapeError
 from .measure import ERROR_LIMIT, TIMING_CALLS, RelativeError, expert_float64
 from .report import sections, table
@@ -22,12 +24,32 @@ ROUTING_LIMIT = 1e-5
 Encoded = tuple[pycoli.Weights, pycoli.Weights, pycoli.Weights]
 
 
-def layer_forward(checkpoint: Checkpoint, layer: int, fmt: str, rows: np.ndarray, device: str) -> dict:
-    """Encodes all experts of a layer, runs rows float32 [tokens, D] through it, and reports on results and paths."""
-    settings = checkpoint.router(layer)
+@dataclass(frozen=True)
+class LayerParts:
+    """A MoE layer: its router as `Router` takes it, experts, the shared expert and the vector of that one's gate."""
+
+    router: dict
+    experts: Sequence[Encoded]
+    shared: Encoded | None
+    gate: np.ndarray | None
+
+
+def encode_layer(checkpoint: Checkpoint, layer: int, fmt: str) -> LayerParts:
+    """A layer of a checkpoint, all of its experts encoded."""
+    router = checkpoint.router(layer)
+    return LayerParts(router, _encoded_experts(checkpoint, layer, fmt), *_shared(checkpoint, layer, fmt))
+
+
+def stored_layer(container: Container, layer: int) -> LayerParts:
+    """A layer of a container, as it is there."""
+    shared, gate = container.shared_expert(layer) or (None, None)
+    return LayerParts(container.router(layer), list(container.experts(layer)), shared, gate)
+
+
+def layer_forward(parts: LayerParts, layer: int, fmt: str, rows: np.ndarray, device: str) -> dict:
+    """Runs rows float32 [tokens, D] through a layer, and reports on results and paths."""
+    settings, experts, shared, gate = parts.router, parts.experts, parts.shared, parts.gate
     router = pycoli.Router(**settings)
-    experts = _encoded_experts(checkpoint, layer, fmt)
-    shared, gate = _shared(checkpoint, layer, fmt)
     with pycoli.MoELayer(experts, router, shared, devices=device, shared_gate=gate) as block:
         ids, weights = router(rows)
         y = block(rows, ids, weights)

@@ -26,7 +26,7 @@ from ..errors import ArgumentError, CheckpointError, ColiError, OutOfMemoryError
 from ..naming import number_ranges
 from ..tensorfile import TensorFile
 from .doctor import isa_warning
-from .layer import layer_forward, layer_text
+from .layer import LayerParts, encode_layer, layer_forward, layer_text, stored_layer
 from .measure import (
     ERROR_LIMIT,
     ROWS_PER_CALL,
@@ -92,6 +92,10 @@ class _FromCheckpoint:
     def recorded_input(self, layer: int) -> np.ndarray | None:
         return self.checkpoint.recorded_input(layer)
 
+    def parts(self, layer: int) -> LayerParts:
+        """The whole layer."""
+        return encode_layer(self.checkpoint, layer, self.fmt)
+
     def measure(self, layer: int, number: int, rows: np.ndarray, devices: Devices, bar: tqdm) -> Measurement:
         with reading(self.path):
             original = self.checkpoint.expert(layer, number)
@@ -128,6 +132,9 @@ class _FromContainer:
 
     def recorded_input(self, layer: int) -> None:
         """Containers carry none."""
+
+    def parts(self, layer: int) -> LayerParts:
+        return stored_layer(self.container, layer)
 
     def measure(self, layer: int, number: int, rows: np.ndarray, devices: Devices, bar: tqdm) -> Measurement:
         with reading(self.path):
@@ -193,10 +200,9 @@ def _run_layer(
     name: str,
 ) -> int:
     """The whole layer, router and all, in place of its experts one by one."""
-    if isinstance(model, _FromContainer):
-        raise ArgumentError(f"--layer-forward: {name} is a container; give the checkpoint that it was made from")
     with reading(model.path):
-        report = layer_forward(model.checkpoint, layer, model.fmt, activations.rows, devices.names[0])
+        parts = model.parts(layer)
+        report = layer_forward(parts, layer, model.fmt, activations.rows, devices.names[0])
     report |= {
         "checkpoint": str(model.path),
         "model_type": model.model_type,

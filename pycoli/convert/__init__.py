@@ -16,12 +16,13 @@ from pathlib import Path
 
 from .._json import parse_json, positive_integer
 from ..errors import ArgumentError, CheckpointError, StateError
+from .calibration import CalibrationTotals, Calibrator, Imatrix, Knowledge, Recording
 from .manifest import LOCK, Manifest
-from .plan import Plan, Settings, make_plan
-from .shard import Loss, replace_file, write_shard
+from .plan import CALIBRATED, Plan, Settings, make_plan
+from .shard import Loss, digest, replace_file, write_shard
 from .source import CheckpointSource, Source
 
-__all__ = ["Report", "Settings", "convert", "open_source"]
+__all__ = ["Imatrix", "Recording", "Report", "Settings", "convert", "open_source"]
 
 _MANIFEST_ROOM = 2**20
 """Bytes that are left for the manifest and small files."""
@@ -38,6 +39,8 @@ class Report:
         Loss by "kind|format"; of a dry run without errors.
     needed, free : int
         Bytes that were still to be written at the start, and free on the disk then.
+    calibration : CalibrationTotals
+        How calibrating went, shards that were finished before included.
     resumed : int
         Shards that were finished already.
     seconds : float
@@ -46,6 +49,7 @@ class Report:
 
     plan: Plan
     losses: dict[str, Loss] = field(default_factory=dict)
+    calibration: CalibrationTotals = field(default_factory=CalibrationTotals)
     needed: int = 0
     free: int = 0
     resumed: int = 0
@@ -69,6 +73,7 @@ def convert(
     destination: str | os.PathLike,
     settings: Settings | None = None,
     *,
+    knowledge: Knowledge | None = None,
     jobs: int = 1,
     dry_run: bool = False,
     progress: Callable[[int, int], object] | None = None,
@@ -86,6 +91,9 @@ def convert(
         A new or empty folder, or that of a conversion with the same settings.
     settings : Settings
         The formats.
+    knowledge : Imatrix or Recording
+        For quality "calibrated", and for no other: what activations experts meet. Each expert is then held as a whole,
+        with Hessians of its columns; where too little is known of one, it is encoded by searching, and counted.
     jobs : int
         Parts of matrices that are worked on at once, in threads.
     dry_run : bool
@@ -110,13 +118,18 @@ def convert(
     if type(jobs) is not int or jobs < 1:
         raise ArgumentError(f"jobs: expected a number above 0, got {jobs!r}")
     settings = settings or Settings()
+    if (settings.quality == CALIBRATED) != (knowledge is not None):
+        raise ArgumentError("quality calibrated, and no other, needs an imatrix or recorded activations")
     source = source if isinstance(source, Source) else open_source(source)
     destination = Path(destination)
     _check_apart(source.path, destination)
     started = time.monotonic()
     companions = source.companions()
     plan = make_plan(source, settings, _layer_count(companions.get("config.json")))
-    manifest = Manifest.open(destination, settings, source.fingerprint())
+    calibrator = None if knowledge is None else _calibrator(knowledge, plan, source, companions.get("config.json"))
+    manifest = Manifest.open(
+        destination, settings, source.fingerprint(), None if knowledge is None else digest(knowledge.path)
+    )
     report = Report(plan, warnings=list(plan.warnings))
     if dry_run:
         report.needed, report.free = plan.nbytes, _free_bytes(destination)
@@ -126,8 +139,18 @@ def convert(
     destination.mkdir(parents=True, exist_ok=True)
     try:
         with _locked(destination):
-            manifest = Manifest.open(destination, settings, manifest.source)  # as it is now that nobody else writes
-            _run(plan, manifest, companions, report, destination, jobs, progress or (lambda done, total: None))
+            # as it is now that nobody else writes
+            manifest = Manifest.open(destination, settings, manifest.source, manifest.settings.get("calibration"))
+            _run(
+                plan,
+                manifest,
+                companions,
+                report,
+                destination,
+                jobs,
+                progress or (lambda done, total: None),
+                calibrator,
+            )
     except BaseException:
         if created and not manifest.path.exists():
             shutil.rmtree(destination, ignore_errors=True)
@@ -144,6 +167,7 @@ def _run(
     folder: Path,
     jobs: int,
     progress: Callable[[int, int], object],
+    calibrator: Calibrator | None,
 ) -> None:
     """Writes what is not finished yet."""
     done = {shard.name for shard in plan.shards if manifest.is_done(shard, folder)}
@@ -169,11 +193,14 @@ def _run(
         finished += weights
         progress(finished, total)
 
+    if calibrator:
+        calibrator.wanted = {one.tensor.name for shard in to_do for one in shard.tensors if one.quality == CALIBRATED}
     with ThreadPoolExecutor(jobs, "convert") as pool:
         for shard in to_do:
-            manifest.shards[shard.name] = write_shard(shard, folder, pool, jobs, advance)
+            manifest.shards[shard.name] = write_shard(shard, folder, pool, jobs, advance, calibrator)
             manifest.save()
     for _, result in sorted(manifest.shards.items()):  # always the same order, so that sums have the same bits
+        report.calibration.add(result.calibration)
         for key, loss in result.losses.items():
             report.losses.setdefault(key, Loss()).add(loss)
     for name, content in companions.items():
@@ -181,6 +208,13 @@ def _run(
     if not manifest.complete:
         manifest.complete = True
         manifest.save()
+
+
+def _calibrator(knowledge: Knowledge, plan: Plan, source: Source, config: bytes | Path | None) -> Calibrator:
+    if not any(one.quality == CALIBRATED for shard in plan.shards for one in shard.tensors):
+        raise ArgumentError(f"{knowledge.path}: no matrix is encoded as e8, so that nothing is to be calibrated")
+    tensors = [one.tensor for shard in plan.shards for one in shard.tensors]
+    return Calibrator(knowledge, tensors, _model_config(config), str(source.path))
 
 
 def _weights(shard) -> int:
@@ -199,12 +233,20 @@ def _planned_losses(plan: Plan) -> dict[str, Loss]:
 
 def _layer_count(config: bytes | Path | None) -> int | None:
     """Layers of the model proper, as its configuration says."""
+    return positive_integer(_model_config(config), "config.json", "num_hidden_layers")
+
+
+def _model_config(config: bytes | Path | None) -> dict:
+    """The configuration with that of its text model on top; empty without one."""
     if config is None:
-        return None
+        return {}
     content = parse_json(config if isinstance(config, bytes) else config.read_bytes(), "config.json")
     text_config = content.get("text_config")
-    sizes = {**content, **text_config} if isinstance(text_config, dict) else content
-    return positive_integer(sizes, "config.json", "num_hidden_layers")
+    return (
+        {**content, **text_config, "model_type": content.get("model_type")}
+        if isinstance(text_config, dict)
+        else content
+    )
 
 
 def _check_apart(source: Path, destination: Path) -> None:

@@ -62,6 +62,11 @@ def experts_name(layer: int, role: str) -> str:
     return f"blk.{layer}.ffn_{role}_exps.weight"
 
 
+def single_expert_name(layer: int, expert: int, role: str) -> str:
+    """The name of one expert's matrix in older files, which have a tensor for each."""
+    return f"blk.{layer}.ffn_{role}.{expert}.weight"
+
+
 def expert_name(layer: int, expert: int, role: str) -> str:
     """The name of one expert's matrix in a container."""
     return f"model.layers.{layer}.mlp.experts.{expert}.{role}_proj.weight"
@@ -114,8 +119,18 @@ _SIZES = {
     "num_key_value_heads": "attention.head_count_kv",
     "num_experts_per_tok": "expert_used_count",
     "max_position_embeddings": "context_length",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
 }
-_REALS = {"rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base"}
+_REALS = {
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "routed_scaling_factor": "expert_weights_scale",
+}
+_SCORES = {1: "softmax", 2: "sigmoid"}
+"""How routers make scores of logits, by expert_gating_func."""
+_RENORMALISE = ("llama", "qwen3moe")
+"""Architectures whose routers divide an expert's weights by their sum without a field that says so."""
 
 
 def config_of(fields: dict, experts: int, inner: int, hidden: int, vocabulary: int | None) -> dict:
@@ -126,9 +141,22 @@ def config_of(fields: dict, experts: int, inner: int, hidden: int, vocabulary: i
         value = fields.get(f"{architecture}.{field}")
         if type(value) in (int, float):
             config[key] = value
+    renormalise = fields.get(f"{architecture}.expert_weights_norm", architecture in _RENORMALISE)
+    config["norm_topk_prob"] = bool(renormalise)
+    scores = fields.get(f"{architecture}.expert_gating_func")
+    if type(scores) is int and scores in _SCORES:
+        config["scoring_func"] = _SCORES[scores]
     config |= {"hidden_size": hidden, "moe_intermediate_size": inner, "num_experts": experts}
     config.setdefault("intermediate_size", inner)
     return config | ({"vocab_size": vocabulary} if vocabulary else {})
+
+
+def renormalise_field(config: dict) -> tuple[str, bool] | None:
+    """The field for routers that divide an expert's weights by their sum, or do not; None where nothing is said."""
+    said = config.get("norm_topk_prob")
+    if not isinstance(said, bool):
+        return None
+    return f"{architecture_of(str(config.get('model_type', 'unknown')))}.expert_weights_norm", said
 
 
 def fields_of(config: dict) -> tuple[str, dict[str, int], dict[str, float]]:
@@ -138,6 +166,9 @@ def fields_of(config: dict) -> tuple[str, dict[str, int], dict[str, float]]:
     sizes[f"{architecture}.expert_feed_forward_length"] = config.get("moe_intermediate_size")
     sizes[f"{architecture}.expert_count"] = next(
         (config[key] for key in ("num_experts", "n_routed_experts", "num_local_experts") if key in config), None
+    )
+    sizes[f"{architecture}.expert_gating_func"] = next(
+        (number for number, scores in _SCORES.items() if scores == config.get("scoring_func")), None
     )
     reals = {f"{architecture}.{field}": config.get(key) for key, field in _REALS.items()}
     return (

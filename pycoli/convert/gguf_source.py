@@ -184,6 +184,8 @@ def export_gguf(container: Container, path: str | os.PathLike) -> list[str]:
             writer.add_uint32(key, whole)
         for key, real in reals.items():
             writer.add_float32(key, real)
+        if renormalise := names.renormalise_field(container.config):
+            writer.add_bool(*renormalise)
         for tensor in planned:
             kind = gguf.GGMLQuantizationType[tensor.dtype]
             dtype = np.dtype(np.uint8 if tensor.dtype == "IQ3_XXS" else np.float32)

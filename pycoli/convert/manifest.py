@@ -11,6 +11,7 @@ from .._json import read_json
 from .._lib import version
 from ..container import MANIFEST
 from ..errors import CheckpointError
+from .calibration import CalibrationTotals
 from .plan import Settings, ShardPlan
 from .shard import Loss, ShardResult, digest, replace_file
 
@@ -28,8 +29,9 @@ class Manifest:
     complete: bool = False
 
     @classmethod
-    def open(cls, folder: Path, settings: Settings, source: list[str]) -> Manifest:
-        """The manifest in a folder, or a fresh one for a folder without files.
+    def open(cls, folder: Path, settings: Settings, source: list[str], calibration: str | None = None) -> Manifest:
+        """The manifest in a folder, or a fresh one for a folder without files. `calibration` is the checksum of what a
+        conversion is calibrated with.
 
         Raises
         ------
@@ -37,6 +39,8 @@ class Manifest:
             The folder holds something else, or a conversion with other settings or of other files.
         """
         fresh = cls(folder / MANIFEST, {"pycoli": version, **asdict(settings)}, source)
+        if calibration is not None:
+            fresh.settings["calibration"] = calibration
         if not fresh.path.exists():
             if folder.exists() and (strange := sorted(file.name for file in folder.iterdir() if not _is_ours(file))):
                 raise CheckpointError(f"{folder}: expected a new or empty folder, found {strange[0]}")
@@ -82,6 +86,7 @@ class Manifest:
                     "bytes": result.nbytes,
                     "sha256": result.sha256,
                     "losses": {key: asdict(loss) for key, loss in sorted(result.losses.items())},
+                    "calibration": asdict(result.calibration),
                 }
                 for name, result in sorted(self.shards.items())
             },
@@ -93,7 +98,15 @@ def _result(entry: dict) -> ShardResult:
     losses = {key: Loss(**loss) for key, loss in entry["losses"].items()}
     if not all(type(number) in (int, float) for loss in losses.values() for number in asdict(loss).values()):
         raise ValueError("losses that are no numbers")
-    return ShardResult(int(entry["bytes"]), str(entry["sha256"]), losses)
+    totals = CalibrationTotals(**entry.get("calibration", {}))
+    if not all(type(number) in (int, float) for number in _numbers(totals)):
+        raise ValueError("a calibration that is no numbers")
+    return ShardResult(int(entry["bytes"]), str(entry["sha256"]), losses, totals)
+
+
+def _numbers(totals: CalibrationTotals) -> list:
+    content = asdict(totals)
+    return [*content.pop("searched").values(), *content.values()]
 
 
 def _is_ours(file: Path) -> bool:

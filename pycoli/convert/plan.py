@@ -32,6 +32,9 @@ __all__ = ["Plan", "PlannedTensor", "Settings", "ShardPlan", "make_plan"]
 SOURCE = "source"
 """As a format: the one of the source, where it holds the same values without loss."""
 
+CALIBRATED = "calibrated"
+"""The quality of E8 that takes the three matrices of an expert together."""
+
 _SUPER_BLOCK = 256
 
 
@@ -49,8 +52,8 @@ class Settings:
         A regular expression; tensors in whose names it is found stay float32.
     fallback : str
         Format of experts whose rows E8 would pad to more bytes than this one takes.
-    quality : "search" or "reference"
-        How E8 is encoded: see encode().
+    quality : "search", "reference" or "calibrated"
+        How E8 is encoded: see encode(). "calibrated" needs convert() to be given what is known of activations.
     shard_bytes : int
         Data of a shard at most, if it is not one tensor alone.
     """
@@ -72,8 +75,8 @@ class Settings:
         if "e8" in (self.dense, self.fallback):
             option = "dense" if self.dense == "e8" else "fallback"
             raise ArgumentError(f"{option}: e8 is for experts alone: hosts rotate the inputs of no other matrix")
-        if self.quality not in ("search", "reference"):
-            raise ArgumentError(f"quality: expected search or reference, got {self.quality!r}")
+        if self.quality not in ("search", "reference", CALIBRATED):
+            raise ArgumentError(f"quality: expected search, reference or calibrated, got {self.quality!r}")
         if self.keep is not None:
             try:
                 re.compile(self.keep)

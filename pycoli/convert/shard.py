@@ -14,8 +14,11 @@ import numpy as np
 
 from ..errors import CheckpointError, ColiError
 from ..layout import SCALES_SUFFIX, e8_tag, sizes
+from ..naming import expert_place
 from ..weights import Weights, encode
-from .plan import PlannedTensor, ShardPlan
+from .calibration import CalibrationTotals, Calibrator
+from .plan import CALIBRATED, PlannedTensor, ShardPlan
+from .source import check_finite_rows
 
 __all__ = ["Loss", "ShardResult", "digest", "replace_file", "write_shard"]
 
@@ -47,26 +50,41 @@ class Loss:
 
 @dataclass
 class ShardResult:
-    """A file that was written: its size, SHA-256, and losses by "kind|format"."""
+    """A file that was written: its size, SHA-256, losses by "kind|format", and how calibrating went."""
 
     nbytes: int
     sha256: str
     losses: dict[str, Loss] = field(default_factory=dict)
+    calibration: CalibrationTotals = field(default_factory=CalibrationTotals)
 
 
 @dataclass(frozen=True)
 class _Chunk:
+    """Rows of a tensor."""
+
     planned: PlannedTensor
     first: int
     last: int
 
 
+@dataclass(frozen=True)
+class _Expert:
+    """The matrices of an expert that are calibrated, those of them that are in the file."""
+
+    members: tuple[PlannedTensor, ...]
+
+
 def write_shard(
-    shard: ShardPlan, folder: Path, pool: ThreadPoolExecutor, jobs: int, progress: Callable[[int], object]
+    shard: ShardPlan,
+    folder: Path,
+    pool: ThreadPoolExecutor,
+    jobs: int,
+    progress: Callable[[int], object],
+    calibrator: Calibrator | None = None,
 ) -> ShardResult:
     """Writes a file into the folder; under another name until all of it is on the disk.
 
-    `progress` is called with the number of weights that were done.
+    `progress` is called with the number of weights that were done. A shard with calibrated matrices needs a calibrator.
     """
     final, partial = folder / shard.name, folder / f"{shard.name}.partial"
     data_start = len(shard.header({}))
@@ -74,13 +92,17 @@ def write_shard(
         with open(partial, "wb") as file:
             file.truncate(shard.file_bytes)
 
-        def work(chunk: _Chunk) -> tuple[_Chunk, Loss]:
-            return chunk, _write_chunk(partial, data_start, shard, chunk)
+        def work(part: _Chunk | _Expert) -> tuple[list[tuple[PlannedTensor, Loss]], CalibrationTotals]:
+            if isinstance(part, _Expert):
+                return _write_expert(partial, data_start, shard, part, calibrator)
+            return [(part.planned, _write_chunk(partial, data_start, shard, part))], CalibrationTotals()
 
         result = ShardResult(shard.file_bytes, "")
-        for chunk, loss in _bounded_map(pool, work, _chunks(shard), 2 * jobs):
-            result.losses.setdefault(f"{chunk.planned.kind}|{chunk.planned.fmt}", Loss()).add(loss)
-            progress(loss.weights)
+        for done, totals in _bounded_map(pool, work, _parts(shard), 2 * jobs):
+            for planned, loss in done:
+                result.losses.setdefault(f"{planned.kind}|{planned.fmt}", Loss()).add(loss)
+                progress(loss.weights)
+            result.calibration.add(totals)
         _write_header(partial, shard)
         result.sha256 = digest(partial)
         sync(partial)
@@ -150,39 +172,52 @@ def encode_rows(planned: PlannedTensor, first: int, w: np.ndarray) -> Weights:
     CheckpointError
         Names the tensor, and the first element that is NaN or infinite.
     """
-    finite = np.isfinite(w)
-    if not finite.all():
-        row, column = (int(i) for i in np.unravel_index(int(np.argmin(finite)), w.shape))
-        raise CheckpointError(
-            f"{planned.tensor.source}: expected finite weights, got {w[row, column]} at [{first + row}, {column}]"
-        )
+    check_finite_rows(planned.tensor, first, w)
     try:
         return encode(w, planned.encoding.fmt, quality=planned.quality)
     except ColiError as error:
         raise CheckpointError(f"{planned.tensor.source}: rows {first} to {first + len(w) - 1}: {error}") from error
 
 
-def _chunks(shard: ShardPlan) -> Iterator[_Chunk]:
+def _parts(shard: ShardPlan) -> Iterator[_Chunk | _Expert]:
+    """What is worked on at once; an expert comes when its first matrix does."""
+    experts: dict[tuple, list[PlannedTensor]] = {}
     for planned in shard.tensors:
-        if planned.encoding is None and not planned.tensor.is_float:
+        if planned.quality == CALIBRATED:
+            experts.setdefault(expert_place(planned.tensor.name)[:3], []).append(planned)
+    for planned in shard.tensors:
+        if planned.quality == CALIBRATED:
+            if members := experts.pop(expert_place(planned.tensor.name)[:3], None):
+                yield _Expert(tuple(members))
+        elif planned.encoding is None and not planned.tensor.is_float:
             yield _Chunk(planned, 0, planned.tensor.row_count)
         else:
             for first, last in row_chunks(*planned.matrix_shape):
                 yield _Chunk(planned, first, last)
 
 
+def _write_expert(
+    path: Path, data_start: int, shard: ShardPlan, expert: _Expert, calibrator: Calibrator
+) -> tuple[list[tuple[PlannedTensor, Loss]], CalibrationTotals]:
+    done, totals = [], CalibrationTotals()
+    for planned, (w, (encoded, of_matrix)) in zip(expert.members, calibrator.encode(expert.members), strict=True):
+        totals.add(of_matrix)
+        _write_encoded(path, data_start, shard, _Chunk(planned, 0, len(w)), encoded.data, encoded.scales)
+        error, energy = squared_error(w, encoded.decode())
+        done.append((planned, Loss(1, w.size, encoded.data.nbytes, error, energy)))
+    return done, totals
+
+
 def _write_chunk(path: Path, data_start: int, shard: ShardPlan, chunk: _Chunk) -> Loss:
     planned, first, last = chunk.planned, chunk.first, chunk.last
     tensor = planned.tensor
-    entry = shard.entries[tensor.name]
-    start = data_start + entry.offset
     loss = Loss(tensors=int(first == 0), weights=(last - first) * tensor.columns)
     if planned.encoding is None:
         data = tensor.rows(first, last) if tensor.is_float else tensor.raw()
         loss.nbytes = data.nbytes
+        start = data_start + shard.entries[tensor.name].offset
         _write_at(path, start + (4 * first * tensor.columns if tensor.is_float else 0), data)
         return loss
-    fmt = planned.encoding.fmt
     if planned.take_over:
         data, scales = tensor.native_rows(first, last)
     else:
@@ -190,17 +225,24 @@ def _write_chunk(path: Path, data_start: int, shard: ShardPlan, chunk: _Chunk) -
         encoded = encode_rows(planned, first, w)
         data, scales = encoded.data, encoded.scales
         loss.error, loss.energy = squared_error(w, encoded.decode())
-    before, scales_before = sizes(fmt, (first, tensor.columns)) if first else (0, 0)
-    _write_at(path, start + before, data)
-    loss.nbytes = data.nbytes
-    scales_start = data_start + shard.entries[tensor.name + SCALES_SUFFIX].offset
-    if fmt == "e8":
-        if first == 0:
-            _write_at(path, scales_start, e8_tag(planned.encoding.rotated))
-    else:
-        _write_at(path, scales_start + scales_before, scales)
-        loss.nbytes += scales.nbytes
+    loss.nbytes = _write_encoded(path, data_start, shard, chunk, data, scales)
     return loss
+
+
+def _write_encoded(
+    path: Path, data_start: int, shard: ShardPlan, chunk: _Chunk, data: np.ndarray, scales: np.ndarray | None
+) -> int:
+    """Writes encoded rows and their scales; returns their bytes, without the tag of E8."""
+    name, encoding, columns = chunk.planned.tensor.name, chunk.planned.encoding, chunk.planned.tensor.columns
+    before, scales_before = sizes(encoding.fmt, (chunk.first, columns)) if chunk.first else (0, 0)
+    _write_at(path, data_start + shard.entries[name].offset + before, data)
+    scales_start = data_start + shard.entries[name + SCALES_SUFFIX].offset
+    if encoding.fmt != "e8":
+        _write_at(path, scales_start + scales_before, scales)
+        return data.nbytes + scales.nbytes
+    if chunk.first == 0:
+        _write_at(path, scales_start, e8_tag(encoding.rotated))
+    return data.nbytes
 
 
 def squared_error(w: np.ndarray, decoded: np.ndarray) -> tuple[float, float]:

@@ -80,6 +80,16 @@ class SourceTensor(ABC):
         raise NotImplementedError
 
 
+def check_finite_rows(tensor: SourceTensor, first: int, w: np.ndarray) -> None:
+    """CheckpointError, which names the first element that is NaN or infinite, for rows from `first` on."""
+    finite = np.isfinite(w)
+    if not finite.all():
+        row, column = (int(i) for i in np.unravel_index(int(np.argmin(finite)), w.shape))
+        raise CheckpointError(
+            f"{tensor.source}: expected finite weights, got {w[row, column]} at [{first + row}, {column}]"
+        )
+
+
 class Source(ABC):
     """A model to convert.
 

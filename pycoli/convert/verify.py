@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..container import Container
+from .._json import read_json
+from ..container import MANIFEST, Container
 from ..errors import ArgumentError, CheckpointError
 from ..layout import SCALES_SUFFIX
 from ..weights import format_feature
-from .plan import kind_of
+from .plan import CALIBRATED, kind_of
 from .shard import Loss, digest, row_chunks, squared_error
 from .source import Source, SourceTensor
 
@@ -31,6 +32,9 @@ NMSE_LIMITS = {
 }
 """Error energy over weight energy above which a matrix counts as wrong: several times what the formats lose on Gaussian
 weights, so that rows with outliers pass."""
+
+CALIBRATED_LIMIT = 1.0
+"""For e8 in a calibrated container: it gives up weights where activations never are. Zeros have 1, other weights 2."""
 
 
 @dataclass
@@ -57,7 +61,7 @@ def verify(
     Parameters
     ----------
     limit : float, optional
-        NMSE above which an encoded matrix is wrong, in place of NMSE_LIMITS.
+        NMSE above which an encoded matrix is wrong, in place of NMSE_LIMITS and CALIBRATED_LIMIT.
 
     Yields
     ------
@@ -72,10 +76,13 @@ def verify(
     if limit is not None and not limit >= 0:
         raise ArgumentError(f"limit: expected a number of at least 0, got {limit!r}")
     container = container if isinstance(container, Container) else Container(container)
+    limits = NMSE_LIMITS if limit is None else dict.fromkeys(NMSE_LIMITS, limit)
+    if limit is None and _is_calibrated(container):
+        limits = {**limits, "e8": CALIBRATED_LIMIT}
     seen = set()
     for tensor in source.tensors():
         seen.add(tensor.name)
-        yield _compare(container, tensor, limit)
+        yield _compare(container, tensor, limits)
         if progress:
             progress(tensor.name)
     for name in container.names():
@@ -83,13 +90,20 @@ def verify(
             yield TensorResult(name, "other", "?", Loss(), 0.0, "the source has no such tensor")
 
 
-def _compare(container: Container, tensor: SourceTensor, limit: float | None) -> TensorResult:
+def _is_calibrated(container: Container) -> bool:
+    """Whether pycoli made it so; other programs' containers have no such manifest."""
+    manifest = container.path / MANIFEST
+    settings = read_json(manifest).get("settings") if manifest.is_file() else None
+    return isinstance(settings, dict) and settings.get("quality") == CALIBRATED
+
+
+def _compare(container: Container, tensor: SourceTensor, limits: dict[str, float]) -> TensorResult:
     result = TensorResult(tensor.name, kind_of(tensor), "?", Loss(tensors=1), 0.0, None)
     try:
         file = container.file(tensor.name)
         result.problem = _changed(container, tensor.name)
         if file.dtype(tensor.name) == "U8" and tensor.is_float:
-            _compare_encoded(container, tensor, limit, result)
+            _compare_encoded(container, tensor, limits, result)
         else:
             _compare_exact(container, tensor, result)
     except CheckpointError as error:
@@ -107,7 +121,9 @@ def _changed(container: Container, name: str) -> str | None:
     return None
 
 
-def _compare_encoded(container: Container, tensor: SourceTensor, limit: float | None, result: TensorResult) -> None:
+def _compare_encoded(
+    container: Container, tensor: SourceTensor, limits: dict[str, float], result: TensorResult
+) -> None:
     if len(tensor.shape) != 2:
         raise CheckpointError(f"{tensor.name}: encoded, but {list(tensor.shape)} in the source")
     stored = container.stored(tensor.name, (tensor.shape[0], tensor.shape[1]))
@@ -118,7 +134,7 @@ def _compare_encoded(container: Container, tensor: SourceTensor, limit: float | 
         error, energy = squared_error(original, decoded)
         loss.error, loss.energy = loss.error + error, loss.energy + energy
         result.largest = max(result.largest, float(np.abs(decoded - original).max()))
-    allowed = NMSE_LIMITS[format_feature(result.fmt)] if limit is None else limit
+    allowed = limits[format_feature(result.fmt)]
     if not loss.nmse <= allowed:
         result.problem = result.problem or f"NMSE {loss.nmse:.3g}, above the limit of {allowed:g}"
 

@@ -129,7 +129,7 @@ typedef struct coli_e8_options {
     size_t size;   /* sizeof(coli_e8_options) */
     int quality;   /* a coli_e8_quality */
     float damping; /* COLI_E8_CALIBRATED: part of the Hessian's mean diagonal that is added to its diagonal, at most
-                    * 1; 0 stands for 0.01 */
+                    * 1; 0 stands for 0.02 */
     const float *importance; /* COLI_E8_SEARCH: weight of each column's squared error [columns], 0 or more; or NULL */
     const float *hessian; /* COLI_E8_CALIBRATED: sum of x x^T over activations x as the encoded matrix meets them (rotated
                            * where w is) [columns, columns]; its upper triangle is read */
