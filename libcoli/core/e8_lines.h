@@ -3,15 +3,6 @@
  * The score of an entry under a scale is scale * length - product, product being 2 m g: a line over the scale. All of it
  * is products and sums without fusing, and minima, so that results do not depend on the instruction set. */
 
-/* products[p] = 2 m g for the entry g at place p */
-static inline void NAMED(e8_products)(const coli_e8_search *codebook, const float m[4], REAL products[COLI_E8_PLACES]) {
-    COLI_SIMD()
-    for (int place = 0; place < COLI_E8_PLACES; place++) {
-        products[place] = (REAL)2 * (m[0] * codebook->NAMED(weights)[0][place] + m[1] * codebook->NAMED(weights)[1][place] +
-                                     m[2] * codebook->NAMED(weights)[2][place] + m[3] * codebook->NAMED(weights)[3][place]);
-    }
-}
-
 /* The largest product of each slot. `maxima` may be `products`. */
 static inline void NAMED(e8_slot_maxima)(const coli_e8_search *codebook, const REAL *products, REAL *maxima) {
     const REAL *round = products + codebook->round_slots[0];

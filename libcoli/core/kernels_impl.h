@@ -3,6 +3,7 @@
  * decode of decode_row.h. */
 #include <math.h>
 
+#include "../formats/e8_encode.h"
 #include "decode_row.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -75,15 +76,24 @@ static inline vector_f32 vector_min_f32(vector_f32 a, vector_f32 b) {
 #undef REAL
 #undef NAMED
 
+/* products[p] = 2 m g for the entry g at place p, in double, where it is exact. */
+static inline void e8_products(const coli_e8_search *codebook, const float m[4], double products[COLI_E8_PLACES]) {
+    COLI_SIMD()
+    for (int place = 0; place < COLI_E8_PLACES; place++) {
+        products[place] = coli_e8_reference_product(m[0], m[1], m[2], m[3], codebook->weights_f64[0][place],
+                                                    codebook->weights_f64[1][place], codebook->weights_f64[2][place],
+                                                    codebook->weights_f64[3][place]);
+    }
+}
+
 static int e8_fit(const coli_e8_search *codebook, const float magnitudes[32], float d, uint8_t indices[8]) {
     double products[8][COLI_E8_PLACES], scales[16], errors[16] = {0};
     for (int code = 0; code < 16; code++) {
-        scales[code] = d * (0.5 + code) * 0.5;
-        if (scales[code] < 1e-20) scales[code] = 1e-20;
+        scales[code] = coli_e8_reference_subscale(d, code);
     }
     for (int group = 0; group < 8; group++) {
         double slopes[COLI_E8_SLOTS], scores[16];
-        e8_products_f64(codebook, magnitudes + 4 * group, products[group]);
+        e8_products(codebook, magnitudes + 4 * group, products[group]);
         e8_slot_maxima_f64(codebook, products[group], slopes);
         e8_lowest_f64(slopes, codebook->lengths_f64, COLI_E8_SLOTS, scales, scores);
         for (int code = 0; code < 16; code++) errors[code] += scales[code] * scores[code];
@@ -120,9 +130,8 @@ static void e8_place_lines(const coli_e8_search *codebook, const coli_e8_subbloc
     for (int place = 0; place < COLI_E8_PLACES; place++) {
         float x0 = m[0] * codebook->weights_f32[0][place], x1 = m[1] * codebook->weights_f32[1][place];
         float x2 = m[2] * codebook->weights_f32[2][place], x3 = m[3] * codebook->weights_f32[3][place];
-        float low01 = x0 < x1 ? x0 : x1, low23 = x2 < x3 ? x2 : x3, low = low01 < low23 ? low01 : low23;
-        lines->kept[place] = 2.0f * (x0 + x1 + x2 + x3);
-        lines->flipped[place] = lines->kept[place] - 4.0f * low;
+        lines->kept[place] = coli_e8_kept_product(x0, x1, x2, x3);
+        lines->flipped[place] = coli_e8_flipped_product(lines->kept[place], x0, x1, x2, x3);
     }
     lines->count = COLI_E8_PLACES;
     lines->lengths = codebook->lengths_f32;
@@ -132,7 +141,7 @@ static void e8_place_lines(const coli_e8_search *codebook, const coli_e8_subbloc
     for (int place = 0; place < COLI_E8_PLACES; place++) {
         float g0 = codebook->weights_f32[0][place], g1 = codebook->weights_f32[1][place];
         float g2 = codebook->weights_f32[2][place], g3 = codebook->weights_f32[3][place];
-        lines->own_lengths[place] = h[0] * (g0 * g0) + h[1] * (g1 * g1) + h[2] * (g2 * g2) + h[3] * (g3 * g3);
+        lines->own_lengths[place] = coli_e8_weighted_length(h, g0, g1, g2, g3);
     }
     lines->lengths = lines->own_lengths;
 }
@@ -172,21 +181,6 @@ static void e8_gains(const coli_e8_search *codebook, const coli_e8_subblock *sub
     }
 }
 
-/* The weight of a group whose sign is flipped at the smallest cost. */
-static int e8_flip(const coli_e8_subblock *subblock, int group, const uint8_t entry[4]) {
-    float lowest = HUGE_VALF;
-    int flip = 0;
-    for (int k = 0; k < 4; k++) {
-        float importance = subblock->importance ? subblock->importance[4 * group + k] : 1.0f;
-        float cost = subblock->magnitudes[4 * group + k] * importance * (float)entry[k];
-        if (cost < lowest) {
-            lowest = cost;
-            flip = k;
-        }
-    }
-    return flip;
-}
-
 static int e8_choose(const coli_e8_search *codebook, const coli_e8_subblock *subblock, int lane, float scale,
                      uint8_t indices[2]) {
     float kept[2], flipped[2];
@@ -202,7 +196,10 @@ static int e8_choose(const coli_e8_search *codebook, const coli_e8_subblock *sub
     if (subblock->odd[lane]) {
         int half = flipped[0] + kept[1] <= kept[0] + flipped[1] ? 0 : 1;
         kept_entry[half] = flipped_entry[half];
-        flip = 4 * half + e8_flip(subblock, 2 * lane + half, coli_e8_codebook() + 4 * flipped_entry[half]);
+        int first = COLI_LANE * lane + 4 * half;
+        flip = 4 * half + coli_e8_flip(subblock->magnitudes + first,
+                                       subblock->importance ? subblock->importance + first : NULL,
+                                       coli_e8_codebook() + 4 * flipped_entry[half]);
     }
     for (int half = 0; half < 2; half++) indices[half] = (uint8_t)kept_entry[half];
     return flip;
