@@ -7,10 +7,21 @@
 
 namespace coli {
 
+constexpr int kCodebookLengths = 64; /* different squared lengths that entries of the published codebook have */
+
+/* The published codebook as the encoder searches it, whatever coli_cuda_e8_set_grid has set: entries of one length stand
+ * together, since among them the one with the largest product is best under every scale (formats/e8_encode.h). */
+struct EncoderCodebook {
+    uint8_t bytes[256][4];
+    uint8_t by_length[256];               /* entries */
+    uint16_t first[kCodebookLengths + 1]; /* where those of a length begin in by_length; and the end */
+};
+
 struct DeviceTables {
     uint32_t codebook[COLI_E8_CODEBOOK_BYTES / 4]; /* E8: 4 doubled magnitudes an entry */
     float fp8[256];                                /* e4m3 bytes to floats */
     uint8_t signs[COLI_SIGN_TABLE_BYTES];          /* of all rotation blocks */
+    EncoderCodebook encoder;
 };
 
 } // namespace coli

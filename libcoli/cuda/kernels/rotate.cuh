@@ -62,11 +62,30 @@ template <class Load, class Store> __device__ void first_pass(int size, Load loa
     }
 }
 
+/* All stages of the transform of `size` elements, from those that load_first gives to those that store_last takes. Called
+ * by all threads of the block; `buffer` holds `size` floats of shared memory. */
+template <class Load, class Store>
+__device__ __forceinline__ void transform(int size, Load load_first, Store store_last, float *buffer) {
+    const int odd_stages = (31 - __clz(size)) % 3;
+    const auto load = [&](int i) { return buffer[i]; };
+    const auto store = [&](int i, float value) { buffer[i] = value; };
+
+    int stride = odd_stages ? 1 << odd_stages : 8;
+    if (stride >= size) return first_pass(size, load_first, store_last);
+    first_pass(size, load_first, store);
+    for (; 8 * stride < size; stride *= 8) {
+        __syncthreads();
+        transform_pass<8>(size, stride, load, store);
+    }
+    __syncthreads();
+    transform_pass<8>(size, stride, load, store_last);
+}
+
 /* Called by all threads of the block; `buffer` holds piece.size floats of shared memory. The next call may follow after a
  * barrier, and if y is in shared memory a barrier must come before it is read. */
 __device__ inline void rotate_piece(const float *x, float *y, const RotationPiece &piece, bool inverse,
                                     const uint8_t *signs, float *buffer) {
-    const int parts = piece.n / piece.size, odd_stages = (31 - __clz(piece.size)) % 3;
+    const int parts = piece.n / piece.size;
     const float scale = 1.0f / sqrtf(static_cast<float>(piece.n));
     const auto load_signed = [&](int i) {
         float sum = 0.0f;
@@ -84,18 +103,7 @@ __device__ inline void rotate_piece(const float *x, float *y, const RotationPiec
         value *= scale;
         y[piece.offset + element] = inverse && coli_sign(signs, piece.n, element) ? -value : value;
     };
-    const auto load = [&](int i) { return buffer[i]; };
-    const auto store = [&](int i, float value) { buffer[i] = value; };
-
-    int stride = odd_stages ? 1 << odd_stages : 8;
-    if (stride >= piece.size) return first_pass(piece.size, load_signed, store_scaled);
-    first_pass(piece.size, load_signed, store);
-    for (; 8 * stride < piece.size; stride *= 8) {
-        __syncthreads();
-        transform_pass<8>(piece.size, stride, load, store);
-    }
-    __syncthreads();
-    transform_pass<8>(piece.size, stride, load, store_scaled);
+    transform(piece.size, load_signed, store_scaled, buffer);
 }
 
 /* A whole row of blocks of at most kRotationPiece elements, into shared memory. */
