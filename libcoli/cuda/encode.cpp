@@ -176,14 +176,15 @@ void fill_encoder_codebook(EncoderCodebook *codebook) {
         const uint8_t *bytes = codebook->bytes[entry];
         return std::inner_product(bytes, bytes + 4, bytes, 0);
     };
-    uint8_t *entries = codebook->by_length;
+    LengthOrder &order = codebook->order;
+    uint8_t *entries = order.entries;
     std::iota(entries, entries + 256, 0);
     std::stable_sort(entries, entries + 256, [&](int a, int b) { return length(a) < length(b); });
     int lengths = 0;
     for (int i = 0; i < 256; i++) {
-        if (i == 0 || length(entries[i]) != length(entries[i - 1])) codebook->first[lengths++] = static_cast<uint16_t>(i);
+        if (i == 0 || length(entries[i]) != length(entries[i - 1])) order.first[lengths++] = static_cast<uint16_t>(i);
     }
-    codebook->first[lengths] = 256;
+    order.first[lengths] = 256;
 }
 
 } // namespace coli

@@ -9,12 +9,17 @@ namespace coli {
 
 constexpr int kCodebookLengths = 64; /* different squared lengths that entries of the published codebook have */
 
-/* The published codebook as the encoder searches it, whatever coli_cuda_e8_set_grid has set: entries of one length stand
- * together, since among them the one with the largest product is best under every scale (formats/e8_encode.h). */
+/* Entries of one length together: among them the one with the largest product is best under every scale
+ * (formats/e8_encode.h). */
+struct LengthOrder {
+    uint8_t entries[256];
+    uint16_t first[kCodebookLengths + 1]; /* where those of a length begin; and the end */
+};
+
+/* The published codebook as the encoder searches it, whatever coli_cuda_e8_set_grid has set. */
 struct EncoderCodebook {
     uint8_t bytes[256][4];
-    uint8_t by_length[256];               /* entries */
-    uint16_t first[kCodebookLengths + 1]; /* where those of a length begin in by_length; and the end */
+    LengthOrder order;
 };
 
 struct DeviceTables {

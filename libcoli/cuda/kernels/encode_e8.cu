@@ -39,6 +39,11 @@ __device__ void store_block(const uint8_t *block, const Place &place) {
         reinterpret_cast<uint16_t *>(place.block)[i] = static_cast<uint16_t>(coli_load_u16(block + 2 * i));
 }
 
+__device__ void load_order(const EncoderCodebook &codebook, LengthOrder *order) {
+    for (int i = threadIdx.x; i < 256; i += blockDim.x) order->entries[i] = codebook.order.entries[i];
+    for (int i = threadIdx.x; i <= kCodebookLengths; i += blockDim.x) order->first[i] = codebook.order.first[i];
+}
+
 /* Sixteen neighbouring threads have a code each: gives all of them the lowest value, and its code, the lower of equals. */
 template <class T> __device__ int lowest_code(T *value, int code) {
     for (int distance = COLI_E8_CODES / 2; distance > 0; distance /= 2) {
@@ -63,6 +68,7 @@ struct ReferenceMemory {
     double products[kCodebookLengths][kGroups]; /* the largest of each length */
     double scales[COLI_E8_SUBBLOCKS];           /* chosen, as are the codes */
     float w[COLI_E8_BLOCK];
+    LengthOrder order;
     uint32_t d_bits;
     uint8_t codes[COLI_E8_SUBBLOCKS];
     uint8_t block[COLI_E8_BLOCK_BYTES];
@@ -78,6 +84,7 @@ __device__ void load_codebook(const EncoderCodebook &codebook, ReferenceMemory &
         }
         s.lengths[entry] = length;
     }
+    load_order(codebook, &s.order);
 }
 
 __device__ double product_with(const ReferenceMemory &s, const double m[4], int entry) {
@@ -90,15 +97,14 @@ __device__ void load_magnitudes(const ReferenceMemory &s, int group, double m[4]
 }
 
 /* The threads of a warp have the same length, and groups of their own. */
-__device__ void find_largest_products(const EncoderCodebook &codebook, ReferenceMemory &s) {
+__device__ void find_largest_products(ReferenceMemory &s) {
     const int group = threadIdx.x % kGroups;
     double m[4];
     load_magnitudes(s, group, m);
     for (int length = threadIdx.x / kGroups; length < kCodebookLengths; length += kReferenceThreads / kGroups) {
-        const int end = codebook.first[length + 1];
         double largest = 0;
-        for (int i = codebook.first[length]; i < end; i++) {
-            const double product = product_with(s, m, codebook.by_length[i]);
+        for (int i = s.order.first[length]; i < s.order.first[length + 1]; i++) {
+            const double product = product_with(s, m, s.order.entries[i]);
             largest = product > largest ? product : largest;
         }
         s.products[length][group] = largest;
@@ -112,14 +118,14 @@ __device__ uint32_t reference_scale(const float *w) {
 }
 
 /* A thread has a code of a sub-block. */
-__device__ void choose_codes(const EncoderCodebook &codebook, ReferenceMemory &s) {
+__device__ void choose_codes(ReferenceMemory &s) {
     const int b = threadIdx.x / COLI_E8_CODES, own_code = threadIdx.x % COLI_E8_CODES;
     const double scale = coli_e8_reference_subscale(coli_f16_to_f32(s.d_bits), own_code);
     double scores[kGroupsASubblock];
 #pragma unroll
     for (int g = 0; g < kGroupsASubblock; g++) scores[g] = HUGE_VAL;
     for (int length = 0; length < kCodebookLengths; length++) {
-        const double square = scale * s.lengths[codebook.by_length[codebook.first[length]]];
+        const double square = scale * s.lengths[s.order.entries[s.order.first[length]]];
         const double *products = s.products[length] + kGroupsASubblock * b;
 #pragma unroll
         for (int g = 0; g < kGroupsASubblock; g++) {
@@ -172,9 +178,9 @@ __global__ void __launch_bounds__(kReferenceThreads) encode_reference(const Enco
         if (!(fabsf(s.w[i]) < HUGE_VALF)) *p.not_finite = 1;
     }
     if (threadIdx.x == 0) s.d_bits = reference_scale(s.w); /* meanwhile, the other warps go on */
-    find_largest_products(*p.codebook, s);
+    find_largest_products(s);
     __syncthreads();
-    choose_codes(*p.codebook, s);
+    choose_codes(s);
     __syncthreads();
     choose_reference_entries(s);
     if (threadIdx.x < COLI_E8_SUBBLOCKS) store_reference_word(s, threadIdx.x);
@@ -198,11 +204,6 @@ struct alignas(16) LaneLine {
 struct alignas(8) LaneLengths {
     float of[2];
 };
-/* What a group of four weights chooses under its sub-scale. */
-struct GroupChoice {
-    float kept, flipped; /* scores */
-    uint8_t kept_entry, flipped_entry;
-};
 enum Candidate { kReference, kFound, kFitted, kCandidates };
 
 struct SearchMemory {
@@ -218,8 +219,8 @@ struct SearchMemory {
     double errors[kCandidates];
     float largest[COLI_E8_SUBBLOCKS], largest_importance[COLI_E8_SUBBLOCKS];
     uint32_t d_bits[COLI_E8_SEARCH_TRIALS];
-    uint32_t signs[kLanesABlock];
-    GroupChoice choices[kGroups];
+    LengthOrder order;
+    uint8_t signs[kGroups];    /* four bits */
     uint8_t odd[kLanesABlock]; /* negatives, so that one weight of the lane must take the other sign */
     uint8_t codes[COLI_E8_SEARCH_TRIALS][COLI_E8_SUBBLOCKS];
     uint8_t blocks[kCandidates][COLI_E8_BLOCK_BYTES];
@@ -231,11 +232,12 @@ __device__ void load_codebook(const EncoderCodebook &codebook, SearchMemory &s) 
         for (int k = 0; k < 4; k++) s.entries[entry].g[k] = bytes[k] * 0.5f;
     }
     for (int length = threadIdx.x; length < kCodebookLengths; length += blockDim.x) {
-        const uint8_t *bytes = codebook.bytes[codebook.by_length[codebook.first[length]]];
+        const uint8_t *bytes = codebook.bytes[codebook.order.entries[codebook.order.first[length]]];
         float sum = 0;
         for (int k = 0; k < 4; k++) sum += bytes[k] * 0.5f * (bytes[k] * 0.5f);
         s.lengths[length] = sum;
     }
+    load_order(codebook, &s.order);
 }
 
 /* Columns that do not exist weigh nothing. */
@@ -320,14 +322,14 @@ struct Group {
 };
 
 /* The lines of sub-block b, lines of one length as one. */
-__device__ void set_lines(const EncoderCodebook &codebook, SearchMemory &s, int b) {
+__device__ void set_lines(SearchMemory &s, int b) {
     for (int i = threadIdx.x; i < kCodebookLengths * kGroupsASubblock; i += kSearchThreads) {
-        const int g = i % kGroupsASubblock, length = i / kGroupsASubblock, end = codebook.first[length + 1];
+        const int g = i % kGroupsASubblock, length = i / kGroupsASubblock;
         const Group group(s, kGroupsASubblock * b + g);
         float most_kept = -HUGE_VALF, most_flipped = -HUGE_VALF;
-        for (int j = codebook.first[length]; j < end; j++) {
+        for (int j = s.order.first[length]; j < s.order.first[length + 1]; j++) {
             float kept, flipped;
-            group.products(s.entries[codebook.by_length[j]], &kept, &flipped);
+            group.products(s.entries[s.order.entries[j]], &kept, &flipped);
             most_kept = fmaxf(most_kept, kept);
             most_flipped = fmaxf(most_flipped, flipped);
         }
@@ -373,13 +375,13 @@ template <bool WEIGHTED> __device__ float subblock_gain(const SearchMemory &s, i
 }
 
 /* Each thread has a code of a trial. Returns the best trial, -1 where zeros are better than all; with barriers. */
-__device__ int try_super_scales(const EncoderCodebook &codebook, SearchMemory &s, double unit, bool weighted) {
+__device__ int try_super_scales(SearchMemory &s, double unit, bool weighted) {
     const int trial = threadIdx.x / COLI_E8_CODES, own_code = threadIdx.x % COLI_E8_CODES;
     const uint32_t d_bits = coli_e8_search_scale(largest_rms(s, unit), trial);
     const float scale = coli_e8_scaled(coli_e8_unit_scale(d_bits, unit), static_cast<uint32_t>(own_code) << 28);
     double total = 0;
     for (int b = 0; b < COLI_E8_SUBBLOCKS; b++) {
-        weighted ? set_weighted_lines(s, b) : set_lines(codebook, s, b);
+        weighted ? set_weighted_lines(s, b) : set_lines(s, b);
         __syncthreads();
         float gain = weighted ? subblock_gain<true>(s, b, scale) : subblock_gain<false>(s, b, scale);
         __syncthreads(); /* the lines were read */
@@ -402,7 +404,12 @@ __device__ int try_super_scales(const EncoderCodebook &codebook, SearchMemory &s
     return best;
 }
 
-/* The entries of one group under a scale. */
+/* What a group of four weights chooses under its sub-scale: scores and entries. */
+struct GroupChoice {
+    float kept, flipped;
+    int kept_entry, flipped_entry;
+};
+
 __device__ GroupChoice choose_group(const SearchMemory &s, int g, float scale) {
     const Group group(s, g);
     GroupChoice choice = {HUGE_VALF, HUGE_VALF, 0, 0};
@@ -412,28 +419,30 @@ __device__ GroupChoice choose_group(const SearchMemory &s, int g, float scale) {
         const float square = scale * group.length(s.entries[entry]);
         if (square - kept < choice.kept) {
             choice.kept = square - kept;
-            choice.kept_entry = static_cast<uint8_t>(entry);
+            choice.kept_entry = entry;
         }
         if (square - flipped < choice.flipped) {
             choice.flipped = square - flipped;
-            choice.flipped_entry = static_cast<uint8_t>(entry);
+            choice.flipped_entry = entry;
         }
     }
     return choice;
 }
 
-/* Stores the indices of a lane, and gives its sign bits. */
-__device__ uint32_t choose_lane(const EncoderCodebook &codebook, SearchMemory &s, int lane) {
-    const GroupChoice *groups = s.choices + 2 * lane;
-    const int weight = COLI_LANE * lane;
-    uint8_t *indices = s.blocks[kFound] + 2 * lane;
-    for (int half = 0; half < 2; half++) indices[half] = groups[half].kept_entry;
-    const uint32_t signs = coli_e8_sign_bits(s.w + weight);
-    if (!s.odd[lane]) return signs;
-    const int half = groups[0].flipped + groups[1].kept <= groups[0].kept + groups[1].flipped ? 0 : 1;
-    indices[half] = groups[half].flipped_entry;
-    const int first = weight + 4 * half;
-    return signs ^ 1u << (4 * half + coli_e8_flip(s.magnitudes + first, s.weights + first, codebook.bytes[indices[half]]));
+/* Stores a group's index and signs. Neighbouring threads have the two groups of a lane; where the lane must flip a sign, it
+ * is in the group where that costs less, the first of equals. */
+__device__ void store_group(const EncoderCodebook &codebook, SearchMemory &s, int g, const GroupChoice &choice) {
+    const float other_kept = __shfl_xor_sync(kAllLanes, choice.kept, 1);
+    const float other_flipped = __shfl_xor_sync(kAllLanes, choice.flipped, 1);
+    const float flipped_here = choice.flipped + other_kept, flipped_there = choice.kept + other_flipped;
+    const bool here = g % 2 == 0 ? flipped_here <= flipped_there : flipped_here < flipped_there;
+    const bool flips = s.odd[g / 2] && here;
+    const int entry = flips ? choice.flipped_entry : choice.kept_entry;
+    uint32_t signs = 0;
+    for (int k = 0; k < 4; k++) signs |= static_cast<uint32_t>(s.w[4 * g + k] < 0) << k;
+    if (flips) signs ^= 1u << coli_e8_flip(s.magnitudes + 4 * g, s.weights + 4 * g, codebook.bytes[entry]);
+    s.blocks[kFound][g] = static_cast<uint8_t>(entry);
+    s.signs[g] = static_cast<uint8_t>(signs);
 }
 
 /* The block for the scales of a trial, with barriers. */
@@ -442,14 +451,15 @@ __device__ void choose_entries(const EncoderCodebook &codebook, SearchMemory &s,
     const int thread = threadIdx.x;
     if (thread < kGroups) {
         const uint32_t code = s.codes[trial][thread / kGroupsASubblock];
-        s.choices[thread] = choose_group(s, thread, coli_e8_scaled(d, code << 28));
+        store_group(codebook, s, thread, choose_group(s, thread, coli_e8_scaled(d, code << 28)));
     }
-    __syncthreads();
-    if (thread < kLanesABlock) s.signs[thread] = choose_lane(codebook, s, thread) & 127u;
     __syncthreads();
     if (thread < COLI_E8_SUBBLOCKS) {
         uint32_t word = static_cast<uint32_t>(s.codes[trial][thread]) << 28;
-        for (int l = 0; l < COLI_E8_LANES; l++) word |= s.signs[COLI_E8_LANES * thread + l] << 7 * l;
+        for (int l = 0; l < COLI_E8_LANES; l++) {
+            const uint8_t *signs = s.signs + kGroupsASubblock * thread + 2 * l;
+            word |= ((signs[0] | static_cast<uint32_t>(signs[1]) << 4) & 127u) << 7 * l;
+        }
         coli_e8_store_word(s.blocks[kFound], thread, word);
     }
     if (thread == 0) coli_e8_store_scale(s.blocks[kFound], s.d_bits[trial]);
@@ -505,7 +515,7 @@ __global__ void __launch_bounds__(kSearchThreads) encode_search(const EncodePara
     double unit;
     bool weighted;
     if (!set_problem(s, p.importance || place.columns < COLI_E8_BLOCK, &unit, &weighted)) return;
-    const int trial = try_super_scales(*p.codebook, s, unit, weighted);
+    const int trial = try_super_scales(s, unit, weighted);
     if (trial >= 0) choose_entries(*p.codebook, s, unit, trial);
     weigh_candidates(*p.codebook, s);
     Candidate best = s.errors[kFound] < s.errors[kReference] ? kFound : kReference;
