@@ -9,7 +9,7 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import on_every_instruction_set, weights_to_encode
+from strategies import ODD_BLOCKS, on_every_instruction_set, weights_to_encode
 
 import pycoli
 from pycoli import cpu
@@ -84,22 +84,6 @@ def test_importance_moves_the_error_to_where_it_counts_less(rng):
     assert block_errors(w, weighted, importance).sum() < 0.8 * block_errors(w, plain, importance).sum()
     same = encode(w, "search", importance=np.full(512, 0.37, np.float32))
     assert block_errors(w, same).sum() == pytest.approx(block_errors(w, plain).sum(), rel=2e-3)
-
-
-ODD_BLOCKS = {
-    "zeros": np.zeros(256),
-    "negative zeros": np.full(256, -0.0),
-    "constant": np.full(256, 0.7),
-    "negative constant": np.full(256, -0.7),
-    "alternating": np.resize([0.3, -0.3], 256),
-    "one outlier among zeros": np.eye(1, 256, 100) * -5,
-    "one outlier": np.random.default_rng(3).standard_normal(256) + 1e4 * np.eye(1, 256, 77),
-    "largest floats": np.resize([3.4e38, -3.4e38, 1e38], 256),
-    "beyond the largest super-scale": np.random.default_rng(4).standard_normal(256) * 1e6,
-    "subnormal super-scale": np.random.default_rng(5).standard_normal(256) * 1e-4,
-    "below every super-scale": np.random.default_rng(6).standard_normal(256) * 1e-9,
-    "subnormal floats": np.random.default_rng(7).standard_normal(256) * 1e-42,
-}
 
 
 @pytest.mark.parametrize("kind", ODD_BLOCKS)

@@ -11,7 +11,8 @@ from tqdm import tqdm
 from ..container import Container, is_container
 from ..convert import Report, Settings, convert
 from ..convert.shard import Loss
-from ..errors import ArgumentError
+from ..device import Device, e8_encoder, parse_device
+from ..errors import ArgumentError, ColiError
 from .report import RIGHT, add_options, check_output, reading, say, sections, table, write_report
 
 
@@ -64,6 +65,13 @@ def add_parser(commands) -> None:
         help="such as 500M or 4G (default 2G)",
     )
     parser.add_argument("--jobs", type=_jobs, default=1, metavar="N", help="parts to work on at once (default 1)")
+    parser.add_argument(
+        "--device",
+        type=_device,
+        default="cpu",
+        metavar="NAME",
+        help="where E8 is encoded, in the same bytes: cpu (default), cuda (cuda:0), cuda:N or N",
+    )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be written")
     add_options(parser)
 
@@ -76,6 +84,7 @@ def command(options: argparse.Namespace) -> int:
     settings = Settings(
         options.experts, options.dense, options.keep, options.fallback, options.quality, options.shard_size
     )
+    device = _open_encoder(options.device)
     # disable=None: no bar where standard error is not a terminal.
     bar = tqdm(desc="convert", unit="weight", unit_scale=True, disable=None, leave=False)
     with bar, reading(options.source):
@@ -93,11 +102,20 @@ def command(options: argparse.Namespace) -> int:
             jobs=options.jobs,
             dry_run=options.dry_run,
             progress=progress,
+            device=device,
         )
     for warning in report.warnings:
         say(f"pycoli convert: warning: {warning}", sys.stderr)
     write_report(_as_json(report, options), _as_text(report, options), options)
     return RIGHT
+
+
+def _open_encoder(device: str | int) -> Device | None:
+    """What --device names. ArgumentError where it cannot encode."""
+    try:
+        return e8_encoder(device)
+    except ColiError as error:
+        raise ArgumentError(f"--device {device}: {error}") from error
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -178,6 +196,15 @@ def _size(text: str) -> int:
     if not (digits.isascii() and digits.isdigit() and len(digits) < 16 and int(digits) > 0):
         raise argparse.ArgumentTypeError(f"expected a number of bytes such as 500M or 4G, got {text}")
     return int(digits) * factor
+
+
+def _device(text: str) -> str | int:
+    device = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else text
+    try:
+        parse_device(device)
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(f"expected cpu, cuda, cuda:N or N, got {text}") from error
+    return device
 
 
 def _jobs(text: str) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .._json import parse_json, positive_integer
+from ..device import Device, e8_encoder
 from ..errors import ArgumentError, CheckpointError, StateError
 from .manifest import LOCK, Manifest
 from .plan import Plan, Settings, make_plan
@@ -72,6 +73,7 @@ def convert(
     jobs: int = 1,
     dry_run: bool = False,
     progress: Callable[[int, int], object] | None = None,
+    device: str | int | Device | None = None,
 ) -> Report:
     """Makes a container of a model.
 
@@ -92,6 +94,8 @@ def convert(
         Only plan; nothing is written.
     progress : callable, optional
         Called with the numbers of weights that are done and that there are.
+    device : None, "cpu", "cuda:0", int or Device
+        Where E8 is encoded, as in encode(). The bytes are the same, so that a conversion may go on elsewhere.
 
     Returns
     -------
@@ -104,11 +108,14 @@ def convert(
         room.
     ArgumentError
         jobs is below 1, or the destination lies in the source.
+    DeviceError, NotProvidedError
+        The device that was named cannot encode.
     StateError
         Another conversion is writing to the destination.
     """
     if type(jobs) is not int or jobs < 1:
         raise ArgumentError(f"jobs: expected a number above 0, got {jobs!r}")
+    gpu = e8_encoder(device)
     settings = settings or Settings()
     source = source if isinstance(source, Source) else open_source(source)
     destination = Path(destination)
@@ -127,7 +134,7 @@ def convert(
     try:
         with _locked(destination):
             manifest = Manifest.open(destination, settings, manifest.source)  # as it is now that nobody else writes
-            _run(plan, manifest, companions, report, destination, jobs, progress or (lambda done, total: None))
+            _run(plan, manifest, companions, report, destination, jobs, progress or (lambda done, total: None), gpu)
     except BaseException:
         if created and not manifest.path.exists():
             shutil.rmtree(destination, ignore_errors=True)
@@ -144,6 +151,7 @@ def _run(
     folder: Path,
     jobs: int,
     progress: Callable[[int, int], object],
+    gpu: Device | None,
 ) -> None:
     """Writes what is not finished yet."""
     done = {shard.name for shard in plan.shards if manifest.is_done(shard, folder)}
@@ -171,7 +179,7 @@ def _run(
 
     with ThreadPoolExecutor(jobs, "convert") as pool:
         for shard in to_do:
-            manifest.shards[shard.name] = write_shard(shard, folder, pool, jobs, advance)
+            manifest.shards[shard.name] = write_shard(shard, folder, pool, jobs, advance, gpu)
             manifest.save()
     for _, result in sorted(manifest.shards.items()):  # always the same order, so that sums have the same bits
         for key, loss in result.losses.items():

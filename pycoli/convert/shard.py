@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..device import Device
 from ..errors import CheckpointError, ColiError
 from ..layout import SCALES_SUFFIX, e8_tag, sizes
 from ..weights import Weights, encode
@@ -62,11 +63,16 @@ class _Chunk:
 
 
 def write_shard(
-    shard: ShardPlan, folder: Path, pool: ThreadPoolExecutor, jobs: int, progress: Callable[[int], object]
+    shard: ShardPlan,
+    folder: Path,
+    pool: ThreadPoolExecutor,
+    jobs: int,
+    progress: Callable[[int], object],
+    device: Device | None = None,
 ) -> ShardResult:
     """Writes a file into the folder; under another name until all of it is on the disk.
 
-    `progress` is called with the number of weights that were done.
+    `progress` is called with the number of weights that were done; `device` encodes E8 in place of the CPU.
     """
     final, partial = folder / shard.name, folder / f"{shard.name}.partial"
     data_start = len(shard.header({}))
@@ -75,7 +81,7 @@ def write_shard(
             file.truncate(shard.file_bytes)
 
         def work(chunk: _Chunk) -> tuple[_Chunk, Loss]:
-            return chunk, _write_chunk(partial, data_start, shard, chunk)
+            return chunk, _write_chunk(partial, data_start, shard, chunk, device)
 
         result = ShardResult(shard.file_bytes, "")
         for chunk, loss in _bounded_map(pool, work, _chunks(shard), 2 * jobs):
@@ -142,8 +148,8 @@ def row_chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
         yield first, min(rows, first + step)
 
 
-def encode_rows(planned: PlannedTensor, first: int, w: np.ndarray) -> Weights:
-    """Rows of a matrix, from `first` on, in the encoding of the plan.
+def encode_rows(planned: PlannedTensor, first: int, w: np.ndarray, device: Device | None = None) -> Weights:
+    """Rows of a matrix, from `first` on, in the encoding of the plan. `device` encodes E8 in place of the CPU.
 
     Raises
     ------
@@ -157,7 +163,8 @@ def encode_rows(planned: PlannedTensor, first: int, w: np.ndarray) -> Weights:
             f"{planned.tensor.source}: expected finite weights, got {w[row, column]} at [{first + row}, {column}]"
         )
     try:
-        return encode(w, planned.encoding.fmt, quality=planned.quality)
+        fmt = planned.encoding.fmt
+        return encode(w, fmt, quality=planned.quality, device=device if fmt == "e8" else None)
     except ColiError as error:
         raise CheckpointError(f"{planned.tensor.source}: rows {first} to {first + len(w) - 1}: {error}") from error
 
@@ -171,7 +178,7 @@ def _chunks(shard: ShardPlan) -> Iterator[_Chunk]:
                 yield _Chunk(planned, first, last)
 
 
-def _write_chunk(path: Path, data_start: int, shard: ShardPlan, chunk: _Chunk) -> Loss:
+def _write_chunk(path: Path, data_start: int, shard: ShardPlan, chunk: _Chunk, device: Device | None) -> Loss:
     planned, first, last = chunk.planned, chunk.first, chunk.last
     tensor = planned.tensor
     entry = shard.entries[tensor.name]
@@ -187,7 +194,7 @@ def _write_chunk(path: Path, data_start: int, shard: ShardPlan, chunk: _Chunk) -
         data, scales = tensor.native_rows(first, last)
     else:
         w = tensor.rows(first, last)
-        encoded = encode_rows(planned, first, w)
+        encoded = encode_rows(planned, first, w, device)
         data, scales = encoded.data, encoded.scales
         loss.error, loss.energy = squared_error(w, encoded.decode())
     before, scales_before = sizes(fmt, (first, tensor.columns)) if first else (0, 0)
