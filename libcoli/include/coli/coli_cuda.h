@@ -26,7 +26,7 @@
  *   - Same input, same bits: run to run, and for a row alone or among others in calls of up to 16 rows an expert.
  *
  * Environment, read at every call
- *   COLI_GPU_FAIL_AFTER=N   compute calls, issue and take included, fail after N of them (tests of fallbacks)
+ *   COLI_GPU_FAIL_AFTER=N   compute calls, issue, take and encoding included, fail after N of them (for tests)
  *   COLI_CUDA_PROFILE=1     coli_cuda_group_stats reports times of synchronous groups
  *   COLI_LOG=1              log lines go to stderr when no callback is set
  *   The switches that select kernels in other builds (COLI_CUDA_TC_INT4, COLI_CUDA_W4_PACKED, ...) have no effect here.
