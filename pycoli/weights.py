@@ -133,8 +133,8 @@ def encode(
     damping : float
         With "calibrated": part of the mean square of the inputs that is added to each, from 0 to 1.
     device : None, "cpu", "cuda:0", int or Device
-        Where "e8" is encoded, in the same bytes everywhere: None and "cpu" are the CPU, a GPU is many times as fast.
-        "calibrated" and the other formats know the CPU alone. Nothing stays on the device.
+        Where "e8" is encoded, in the same bytes everywhere; None is the CPU. "calibrated" and the other formats know
+        the CPU alone. No weights stay on the device.
 
     Returns
     -------

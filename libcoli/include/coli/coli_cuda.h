@@ -227,9 +227,9 @@ COLI_API int coli_cuda_expert_group_issue_sum(ColiCudaTensor *const *gates, Coli
  * or more, weighs the squared errors of the columns as they are stored; for COLI_E8_SEARCH, or NULL. The published codebook
  * is used, whatever coli_cuda_e8_set_grid has set. At most 524288 columns.
  *
- * Rows pass through in chunks: 20 MiB on host and device together, kept until coli_cuda_shutdown. COLI_E_NOT_FINITE names
- * the first NaN or infinity, or says that rotating overflows float32. After a failure the caller's memory may hold a part
- * of the blocks. */
+ * Rows pass through in chunks: at most 22 MiB on host and device together, kept until coli_cuda_shutdown. COLI_E_NOT_FINITE
+ * names the first NaN or infinity, or says that rotating overflows float32. After a failure the caller's memory may hold a
+ * part of the blocks. */
 COLI_API int coli_cuda_encode_e8(int device, int quality, int rotate, const float *importance, const float *w, int rows,
                                  int columns, void *blocks);
 
