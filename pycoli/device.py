@@ -366,6 +366,18 @@ def parse_device(device: str | int | Device) -> int | None:
     return int(match[1] or 0)
 
 
+def e8_encoder(device: str | int | Device | None) -> Device | None:
+    """The GPU that encodes E8 where the caller named one; None for the CPU.
+
+    ArgumentError for what names no device, DeviceError and NotProvidedError for one that cannot encode.
+    """
+    if device is None or parse_device(device) is None:
+        return None
+    gpu = Device(device)
+    gpu.backend.require("encode_e8")
+    return gpu
+
+
 def names_apart(first: Device | None, other: Device | None) -> list[str]:
     """Names of two places that differ (None is the CPU), with the libraries' where nothing else tells them apart."""
     names = [place.name if place else "cpu" for place in (first, other)]

@@ -103,6 +103,7 @@ def encode(
     activations=None,
     importance=None,
     damping: float = 0.02,
+    device=None,
 ) -> Weights:
     """Encodes a matrix.
 
@@ -131,6 +132,9 @@ def encode(
         "search" and rotate=False, where it weighs the squared errors.
     damping : float
         With "calibrated": part of the mean square of the inputs that is added to each, from 0 to 1.
+    device : None, "cpu", "cuda:0", int or Device
+        Where "e8" is encoded, in the same bytes everywhere; None is the CPU. "calibrated" and the other formats know
+        the CPU alone. No weights stay on the device.
 
     Returns
     -------
@@ -143,9 +147,14 @@ def encode(
         A quality that does not exist, or options that do not go with it.
     NotFiniteError
         Names the first element that is NaN or infinite; or rotating overflows float32.
+    DeviceError, NotProvidedError, OutOfMemoryError
+        The device that was named cannot do it.
     """
     number, _ = parse_format(fmt, group_size)
     _check_quality(number, fmt, rotate, quality, activations, importance)
+    gpu = _encoding_device(device, number, fmt, quality)
+    if gpu:
+        return _encode_e8_on(gpu, w, rotate, quality or "search", importance)
     if quality == "calibrated":
         calibration = _as_calibration(activations, importance, w)
         weights, report = encode_calibrated(w, calibration, rotate=rotate, damping=damping)
@@ -230,8 +239,8 @@ def _encode(
             check(lib.coli_encode_e8(options, floats(stored), rows, columns, pointer(data)))
         else:
             check(lib.coli_encode(number, floats(stored), rows, columns, group, pointer(data), pointer(scales)))
-    except NotFiniteError:  # w itself is finite
-        raise NotFiniteError(f"rotating overflows float32: w has magnitudes up to {np.abs(w).max():.4g}") from None
+    except NotFiniteError:
+        raise _rotating_overflows(w) from None
     scales = None if scales is None else seal(scales)
     return Weights._of(number, group, (rows, columns), seal(data), scales, rotated)
 
@@ -282,14 +291,55 @@ def _e8_options(quality: str, columns: int, importance, hessian, damping: float)
     options.size = ffi.sizeof("coli_e8_options")
     options.quality = getattr(lib, f"COLI_E8_{quality.upper()}")
     options.damping = max(damping, 1e-9)  # 0 would stand for the default
+    importance = _importance_of(columns, importance)
     if importance is not None:
-        importance = as_importance(importance)
-        if importance.size != columns:
-            raise ShapeError(f"importance must be [{columns}], got {importance.size} elements")
         options.importance = floats(importance)
     if hessian is not None:
         options.hessian = floats(hessian)
     return options, (importance, hessian)
+
+
+def _importance_of(columns: int, importance) -> np.ndarray | None:
+    """The importance of so many columns, where there is one."""
+    if importance is None:
+        return None
+    importance = as_importance(importance)
+    if importance.size != columns:
+        raise ShapeError(f"importance must be [{columns}], got {importance.size} elements")
+    return importance
+
+
+def _encoding_device(device, number: int, fmt: str, quality: str | None):
+    """The Device that is to encode; None for the CPU."""
+    from .device import e8_encoder, parse_device  # here, as that module builds on this one
+
+    if device is not None and parse_device(device) is not None:
+        if number != lib.COLI_E8:
+            raise FormatError(f"format {fmt} is encoded on the CPU alone: GPUs encode e8, got device={device!r}")
+        if quality == "calibrated":
+            raise ArgumentError(f'quality="calibrated" encodes on the CPU alone, got device={device!r}')
+    return e8_encoder(device)
+
+
+def _encode_e8_on(device, w, rotate: bool, quality: str, importance) -> Weights:
+    """encode() on a Device, which rotates the rows too."""
+    w = as_matrix(w, "w")
+    rows, columns = w.shape
+    importance = _importance_of(columns, importance)
+    data = np.empty(lib.coli_weight_bytes(lib.COLI_E8, rows, columns), np.uint8)
+    weighted = ffi.NULL if importance is None else floats(importance)
+    how = (getattr(lib, f"COLI_E8_{quality.upper()}"), int(rotate), weighted)
+    try:
+        device._call("coli_cuda_encode_e8", device.ordinal, *how, floats(w), rows, columns, pointer(data))
+    except NotFiniteError:
+        check_finite(w, "w")
+        raise _rotating_overflows(w) from None
+    return Weights._of(lib.COLI_E8, 0, (rows, columns), seal(data), None, rotate)
+
+
+def _rotating_overflows(w: np.ndarray) -> NotFiniteError:
+    """For a w that is finite itself."""
+    return NotFiniteError(f"rotating overflows float32: w has magnitudes up to {np.abs(w).max():.4g}")
 
 
 def _output_error(stored: np.ndarray, weights: Weights, hessian: np.ndarray) -> float:

@@ -20,6 +20,22 @@ COLUMNS = st.one_of(
 )
 ROWS = st.one_of(st.integers(1, 5), st.sampled_from([127, 128, 129]))
 
+# Super-blocks of E8 that try the encoder.
+ODD_BLOCKS = {
+    "zeros": np.zeros(256),
+    "negative zeros": np.full(256, -0.0),
+    "constant": np.full(256, 0.7),
+    "negative constant": np.full(256, -0.7),
+    "alternating": np.resize([0.3, -0.3], 256),
+    "one outlier among zeros": np.eye(1, 256, 100) * -5,
+    "one outlier": np.random.default_rng(3).standard_normal(256) + 1e4 * np.eye(1, 256, 77),
+    "largest floats": np.resize([3.4e38, -3.4e38, 1e38], 256),
+    "beyond the largest super-scale": np.random.default_rng(4).standard_normal(256) * 1e6,
+    "subnormal super-scale": np.random.default_rng(5).standard_normal(256) * 1e-4,
+    "below every super-scale": np.random.default_rng(6).standard_normal(256) * 1e-9,
+    "subnormal floats": np.random.default_rng(7).standard_normal(256) * 1e-42,
+}
+
 format_names = st.one_of(
     st.sampled_from([name for name in oracle.FORMATS if name != "int4-g64"]),
     st.sampled_from([f"int4-g{size}" for size in GROUP_SIZES]),

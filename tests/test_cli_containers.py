@@ -78,6 +78,37 @@ def test_convert_calibrates(capsys, tmp_path, model):
     assert pycoli(capsys, "verify", tmp_path / "out", "--against", model)[0] == 0
 
 
+@pytest.mark.parametrize("device", ["0", "cuda:0"])
+def test_convert_on_a_gpu(backend, capsys, tmp_path, model, device):
+    options = ["--quality", "reference"]
+    assert pycoli(capsys, "convert", model, tmp_path / "cpu", *options)[0] == 0
+    assert pycoli(capsys, "convert", model, tmp_path / "gpu", *options, "--device", device)[0] == 0
+    files = sorted(file.name for file in (tmp_path / "cpu").glob("*.safetensors"))
+    assert files
+    for name in files:
+        assert (tmp_path / "gpu" / name).read_bytes() == (tmp_path / "cpu" / name).read_bytes()
+
+
+def test_convert_goes_on_on_another_device(backend, capsys, tmp_path, model):
+    assert pycoli(capsys, "convert", model, tmp_path / "out", "--device", "cpu")[0] == 0
+    assert pycoli(capsys, "convert", model, tmp_path / "out", "--device", "cuda")[0] == 0
+
+
+def test_convert_calibrates_on_the_cpu_alone(backend, capsys, tmp_path, model):
+    file = write_imatrix(tmp_path / "imatrix", {"blk.0.ffn_gate_exps.weight": np.ones((2, HIDDEN))})
+    code, _, err = pycoli(capsys, "convert", model, tmp_path / "out", "--imatrix", file, "--device", "0")
+    assert code == 2
+    assert "quality calibrated encodes on the CPU alone, got device cuda:0" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_on_a_gpu_that_is_not_there(backend, capsys, tmp_path, model):
+    code, _, err = pycoli(capsys, "convert", model, tmp_path / "out", "--device", "77")
+    assert code == 2
+    assert "--device 77" in err
+    assert not (tmp_path / "out").exists()
+
+
 def test_dry_run(capsys, tmp_path, model):
     code, out, _ = pycoli(capsys, "convert", model, tmp_path / "out", "--dry-run", "--json")
     assert code == 0

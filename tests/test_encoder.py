@@ -9,7 +9,7 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import on_every_instruction_set, weights_to_encode
+from strategies import ODD_BLOCKS, on_every_instruction_set, weights_to_encode
 
 import pycoli
 from pycoli import cpu
@@ -84,22 +84,6 @@ def test_importance_moves_the_error_to_where_it_counts_less(rng):
     assert block_errors(w, weighted, importance).sum() < 0.8 * block_errors(w, plain, importance).sum()
     same = encode(w, "search", importance=np.full(512, 0.37, np.float32))
     assert block_errors(w, same).sum() == pytest.approx(block_errors(w, plain).sum(), rel=2e-3)
-
-
-ODD_BLOCKS = {
-    "zeros": np.zeros(256),
-    "negative zeros": np.full(256, -0.0),
-    "constant": np.full(256, 0.7),
-    "negative constant": np.full(256, -0.7),
-    "alternating": np.resize([0.3, -0.3], 256),
-    "one outlier among zeros": np.eye(1, 256, 100) * -5,
-    "one outlier": np.random.default_rng(3).standard_normal(256) + 1e4 * np.eye(1, 256, 77),
-    "largest floats": np.resize([3.4e38, -3.4e38, 1e38], 256),
-    "beyond the largest super-scale": np.random.default_rng(4).standard_normal(256) * 1e6,
-    "subnormal super-scale": np.random.default_rng(5).standard_normal(256) * 1e-4,
-    "below every super-scale": np.random.default_rng(6).standard_normal(256) * 1e-9,
-    "subnormal floats": np.random.default_rng(7).standard_normal(256) * 1e-42,
-}
 
 
 @pytest.mark.parametrize("kind", ODD_BLOCKS)
@@ -394,6 +378,73 @@ def test_weights_that_are_not_finite_are_named(quality, value):
     options = {"activations": np.ones((99, 300), np.float32)} if quality == "calibrated" else {}
     with pytest.raises(pycoli.NotFiniteError, match=r"w\[1, 270\] must be finite"):
         pycoli.encode(w, "e8", quality=quality, **options)
+
+
+# ---- on a GPU; tests/gpu/test_encode.py compares the bytes of every kind of block ----
+
+
+@pytest.mark.parametrize("device", ["cuda:0", 0, "cuda"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"quality": "reference"},
+        {"quality": "search", "rotate": False},
+        {"importance": np.linspace(0, 2, 300, dtype=np.float32), "rotate": False},
+    ],
+    ids=["default", "reference", "unrotated", "importance"],
+)
+def test_a_gpu_encodes_the_same(backend, rng, options, device):
+    w = rng.standard_normal((3, 300), np.float32)
+    there, here = (pycoli.encode(w, "e8", device=place, **options) for place in (device, "cpu"))
+    assert there.data.tobytes() == here.data.tobytes()
+    assert (there.fmt, there.shape, there.rotated) == (here.fmt, here.shape, here.rotated)
+    assert there.scales is None
+    with pycoli.Tensor(there) as tensor:
+        assert tensor.download().data.tobytes() == here.data.tobytes()
+
+
+def test_a_gpu_of_another_library_encodes(another_backend, rng):
+    w = rng.standard_normal((2, 64), np.float32)
+    there = pycoli.encode(w, "e8", device=pycoli.Device(0, another_backend))
+    assert there.data.tobytes() == pycoli.encode(w, "e8").data.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("fmt", "options", "error", "message"),
+    [
+        ("int8", {}, pycoli.FormatError, "int8 is encoded on the CPU alone"),
+        ("e8", {"quality": "calibrated", "importance": np.ones(4)}, pycoli.ArgumentError, "encodes on the CPU alone"),
+        ("e8", {"device": "gpu"}, pycoli.ArgumentError, "device must be"),
+        ("e8", {"device": 99}, pycoli.DeviceError, "cuda:99"),
+        ("e8", {"importance": np.ones(3, np.float32), "rotate": False}, pycoli.ShapeError, r"must be \[4\]"),
+    ],
+)
+def test_what_a_gpu_does_not_encode(backend, fmt, options, error, message):
+    with pytest.raises(error, match=message):
+        pycoli.encode(np.ones((2, 4), np.float32), fmt, **{"device": "cuda:0", **options})
+
+
+def test_weights_that_a_gpu_finds_not_finite_are_named(backend):
+    w = np.ones((3, 300), np.float32)
+    w[1, 270] = np.nan
+    with pytest.raises(pycoli.NotFiniteError, match=r"w\[1, 270\] must be finite, got nan"):
+        pycoli.encode(w, "e8", device="cuda:0")
+    with pytest.raises(pycoli.NotFiniteError, match=r"rotating overflows float32: w has magnitudes up to 3e\+38"):
+        pycoli.encode(np.full((3, 256), 3e38, np.float32), "e8", device="cuda:0")
+
+
+def test_an_old_gpu_library_does_not_encode(old_backend):
+    with pytest.raises(pycoli.NotProvidedError, match="coli_cuda_encode_e8"):
+        pycoli.encode(np.ones((2, 4), np.float32), "e8", device="cuda:0")
+
+
+def test_without_a_gpu_library_no_gpu_encodes(built_without_cuda):
+    with pytest.raises(pycoli.DeviceError, match="cuda:0 cannot be used"):
+        pycoli.encode(np.ones((2, 4), np.float32), "e8", device="cuda:0")
+
+
+# ---- the C interface ----
 
 
 def encode_e8(hessian=None, importance=None, w=None, **fields):

@@ -32,6 +32,7 @@ SHARING = [
     "mxfp4_from_host_memory",
     "device_pointers",
     "rotation",
+    "encoding",
 ]
 
 
@@ -107,6 +108,7 @@ BARRIER = re.compile(r"\b(?:__syncthreads|__syncwarp|named_barrier_sync|barrier_
 # The parts of the workload to run when a barrier of a source is left out.
 EXERCISED_BY = {
     "combine.cu": ["device_pointers"],
+    "encode_e8.cu": ["encoding"],
     "expert.cu": ["experts"],
     "expert_kernels.cuh": ["few_rows", "long_work"],
     "prefill.cu": ["many_rows"],
@@ -114,7 +116,7 @@ EXERCISED_BY = {
     "prefill_tokens.cuh": ["many_rows"],
     "product.cuh": ["long_work"],
     "ring.cuh": ["long_work"],
-    "rotate.cu": ["rotation"],
+    "rotate.cu": ["rotation", "encoding"],
     "rotate.cuh": ["rotation"],
 }
 
@@ -247,7 +249,7 @@ def run_mutant(library, *parts, **environment):
     return run_under_thread_sanitizer(library, *parts, options="halt_on_error=1", **environment)
 
 
-@pytest.mark.parametrize("part", ["device_pointers", "experts", "many_rows", "rotation"])
+@pytest.mark.parametrize("part", ["device_pointers", "experts", "many_rows", "rotation", "encoding"])
 def test_rows_beyond_the_largest_grid(library_of_one_block, part):
     check_clean(run_mutant(library_of_one_block, part))
 
@@ -275,8 +277,9 @@ def one_variant(text):
         ("cuda/kernels/outputs.cuh", "b2 * tanhf(up / b2)", "up", "expert_any", "mxfp4_from_host_memory", "mxfp4 exp"),
         ("cuda/kernels/combine.cu", "p.row_weights[first + i]", "1.0f", "combine", "device_pointers", "expert_group_c"),
         ("cuda/kernels/rotate.cuh", "__popc(j & piece.index)", "0u", "rotate", "rotation", "rotation of 16645"),
+        ("cuda/kernels/encode_e8.cu", "s.odd[g / 2] && here", "here", "encode_e8", "encoding", "encoding by search"),
     ],
-    ids=["eighth-sign", "bound-of-up", "weights-of-rows", "signs-between-pieces"],
+    ids=["eighth-sign", "bound-of-up", "weights-of-rows", "signs-between-pieces", "flips-of-even-lanes"],
 )
 def test_wrong_arithmetic_is_noticed(workshop, request, source, right, wrong, kernel, part, report):
     edits = {source: lambda text: text.replace(right, wrong)}

@@ -194,6 +194,7 @@ def test_libcoli_loses_what_is_missing_and_nothing_else(system, stub):
         "expert_group": "coli_cuda_expert_group",
         "issue_take": "coli_cuda_expert_group_take",
         "download": "coli_cuda_tensor_download",
+        "encode_e8": "coli_cuda_encode_e8",
     }
     for feature, name in needs.items():
         if name in has and "coli_cuda_matmul" in has:

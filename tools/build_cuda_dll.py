@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CUDA = ROOT / "libcoli" / "cuda"
 HOPPER = "kernels/prefill_hopper.cu"
 """The kernel of Hopper's matrix unit, which has a target of its own."""
+ENCODER = "kernels/encode_e8.cu"
+"""Must round as libcoli does, which fuses no products and sums."""
 
 
 def sources(variable: str) -> list[str]:
@@ -61,6 +63,7 @@ def commands(nvcc: str, output: Path, archs: list[str]) -> list[list[str]]:
         flags = [arch_names]
         if source.endswith(".cu"):
             flags = ["-gencode", "arch=compute_90a,code=sm_90a"] if source == HOPPER else targets(archs)
+            flags += ["-fmad=false"] if source == ENCODER else []
         target = output / (source.replace("/", "_") + ".obj")
         compiled.append([*common, *flags, "-c", str(CUDA / source), "-o", str(target)])
         objects.append(str(target))

@@ -111,6 +111,7 @@ static const struct call_feature {
     {"issue_take", {TENSOR_CALLS, "coli_cuda_expert_group_issue", "coli_cuda_expert_group_take"}},
     {"update", {TENSOR_CALLS, "coli_cuda_tensor_update"}},
     {"download", {TENSOR_CALLS, "coli_cuda_tensor_download"}},
+    {"encode_e8", {"coli_cuda_encode_e8"}},
 };
 
 static int feature_index(const char *name) {

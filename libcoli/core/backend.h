@@ -44,7 +44,7 @@ typedef struct coli_backend_calls {
 #define COLI_WHY_BYTES 1024
 
 /* Each format is a feature; the others are groups of calls. */
-#define COLI_BACKEND_CALL_FEATURES 7
+#define COLI_BACKEND_CALL_FEATURES 8
 #define COLI_BACKEND_FEATURES (COLI_FORMAT_COUNT + COLI_BACKEND_CALL_FEATURES)
 
 struct coli_backend {

@@ -7,36 +7,11 @@
 #include "kernels.h"
 #include "tables.h"
 
-#define LANES_A_WORD (COLI_E8_SUBBLOCK / COLI_LANE)
-
-/* Converting to the nearest float32 first would round twice; instead the float32 is cut off, with its lowest bit set as a
- * mark that something was, which decides ties. Sub-scales reach further than the super-scale, so the largest will do. */
-uint32_t coli_double_to_f16(double value) {
-    float nearest = (float)value;
-    uint32_t bits = coli_f32_to_bits(nearest);
-    if ((double)nearest > value) bits--;
-    if ((double)nearest != value) bits |= 1;
-    bits = coli_f32_to_f16(coli_bits_to_f32(bits));
-    return bits < 0x7bffu ? bits : 0x7bffu;
-}
-
 /* fp16 bits of d = RMS / 20. */
 static uint32_t super_scale(const float block[COLI_E8_BLOCK]) {
     double squares = 0;
     for (int i = 0; i < COLI_E8_BLOCK; i++) squares += (double)block[i] * block[i];
-    return coli_double_to_f16(sqrt(squares / COLI_E8_BLOCK) / 20 + 1e-12);
-}
-
-/* Seven sign bits of a lane. A lane must have an even number of negatives: where it has not, the smallest magnitude, the
- * first of equals, takes the other sign. */
-static uint32_t lane_signs(const float w[COLI_LANE]) {
-    uint32_t signs = coli_e8_sign_bits(w);
-    int smallest = 0;
-    for (int j = 1; j < COLI_LANE; j++) {
-        if (fabsf(w[j]) < fabsf(w[smallest])) smallest = j;
-    }
-    signs ^= (uint32_t)coli_e8_is_odd(signs) << smallest;
-    return signs & 127u;
+    return coli_e8_reference_scale(squares);
 }
 
 void coli_e8_reference_block(const float w[COLI_E8_BLOCK], uint8_t block[COLI_E8_BLOCK_BYTES]) {
@@ -48,20 +23,16 @@ void coli_e8_reference_block(const float w[COLI_E8_BLOCK], uint8_t block[COLI_E8
         int code = kernels->e8_fit(coli_e8_search_table(), magnitudes + COLI_E8_SUBBLOCK * b, coli_f16_to_f32(d_bits),
                                    block + COLI_E8_INDICES / COLI_E8_SUBBLOCKS * b);
         uint32_t word = (uint32_t)code << 28;
-        for (int l = 0; l < LANES_A_WORD; l++) word |= lane_signs(w + COLI_E8_SUBBLOCK * b + COLI_LANE * l) << 7 * l;
+        for (int l = 0; l < COLI_E8_LANES; l++)
+            word |= coli_e8_reference_signs(w + COLI_E8_SUBBLOCK * b + COLI_LANE * l) << 7 * l;
         coli_e8_store_word(block, b, word);
     }
     coli_e8_store_scale(block, d_bits);
 }
 
 void coli_e8_decode_block(const uint8_t block[COLI_E8_BLOCK_BYTES], float w[COLI_E8_BLOCK]) {
-    uint32_t d_bits = coli_load_u16(block + COLI_E8_SCALE_OFFSET);
-    for (int lane = 0; lane < COLI_E8_BLOCK / COLI_LANE; lane++) {
-        uint32_t word = coli_load_u32(block + COLI_E8_WORDS_OFFSET + lane / LANES_A_WORD * 4);
-        const uint8_t *codebook = coli_e8_codebook();
-        coli_e8_lane(codebook + 4 * block[2 * lane], codebook + 4 * block[2 * lane + 1],
-                     coli_e8_signs(word, lane % LANES_A_WORD), coli_e8_subscale(d_bits, word), w + COLI_LANE * lane);
-    }
+    for (int lane = 0; lane < COLI_E8_BLOCK / COLI_LANE; lane++)
+        coli_e8_decode_lane(block, lane, coli_e8_codebook(), w + COLI_LANE * lane);
 }
 
 static void encode_block(const coli_encoding *encoding, const float w[COLI_E8_BLOCK], const float *importance,

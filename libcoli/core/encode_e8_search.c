@@ -10,11 +10,6 @@
 #include "kernels.h"
 #include "tables.h"
 
-/* Super-scales that are tried, in relation to the RMS of the block's largest sub-block: from those under which Gaussian
- * weights use the largest codes to those that leave room for outliers. */
-#define TRIALS 10
-static const double FIRST_TRIAL = 1.0 / 100, LAST_TRIAL = 1.0 / 28;
-
 /* Whether there is anything to weigh: importance of zero everywhere counts as none given. */
 static int take_importance(coli_e8_problem *problem, const float *importance) {
     float largest = importance ? coli_largest(importance, COLI_E8_BLOCK) : 0;
@@ -25,7 +20,7 @@ static int take_importance(coli_e8_problem *problem, const float *importance) {
 }
 
 void coli_e8_set_lane(coli_e8_subblock *subblock, int lane, const float w[COLI_LANE], double unit) {
-    for (int j = 0; j < COLI_LANE; j++) subblock->magnitudes[COLI_LANE * lane + j] = (float)(fabsf(w[j]) * (1 / unit));
+    for (int j = 0; j < COLI_LANE; j++) subblock->magnitudes[COLI_LANE * lane + j] = coli_e8_magnitude(w[j], unit);
     subblock->odd[lane] = coli_e8_is_odd(coli_e8_sign_bits(w));
 }
 
@@ -46,10 +41,6 @@ static int lowest_code(const float gains[COLI_E8_CODES]) {
         if (gains[c] < gains[code]) code = c;
     }
     return code;
-}
-
-float coli_e8_unit_scale(uint32_t d_bits, double unit) {
-    return (float)(coli_f16_to_f32(d_bits) / unit);
 }
 
 int coli_e8_best_code(const coli_e8_subblock *subblock, float d) {
@@ -86,7 +77,7 @@ static void try_super_scales(const coli_e8_problem *problem, const uint32_t *d_b
     }
 }
 
-static void first_trials(const coli_e8_problem *problem, uint32_t d_bits[TRIALS]) {
+static void first_trials(const coli_e8_problem *problem, uint32_t d_bits[COLI_E8_SEARCH_TRIALS]) {
     double largest = 0;
     for (int b = 0; b < COLI_E8_SUBBLOCKS; b++) {
         double squares = 0;
@@ -95,10 +86,7 @@ static void first_trials(const coli_e8_problem *problem, uint32_t d_bits[TRIALS]
         largest = fmax(largest, squares);
     }
     double rms = sqrt(largest / COLI_E8_SUBBLOCK) * problem->unit;
-    double step = pow(LAST_TRIAL / FIRST_TRIAL, 1.0 / (TRIALS - 1)), ratio = FIRST_TRIAL;
-    for (int trial = 0; trial < TRIALS; trial++, ratio *= step) {
-        d_bits[trial] = coli_double_to_f16(rms * ratio);
-    }
+    for (int trial = 0; trial < COLI_E8_SEARCH_TRIALS; trial++) d_bits[trial] = coli_e8_search_scale(rms, trial);
 }
 
 uint32_t coli_e8_choose_lane(const coli_e8_subblock *subblock, int lane, const float w[COLI_LANE], float scale,
@@ -108,10 +96,10 @@ uint32_t coli_e8_choose_lane(const coli_e8_subblock *subblock, int lane, const f
 }
 
 int coli_e8_search_scales(const coli_e8_problem *problem, coli_e8_scales *best) {
-    uint32_t d_bits[TRIALS];
+    uint32_t d_bits[COLI_E8_SEARCH_TRIALS];
     first_trials(problem, d_bits);
     *best = (coli_e8_scales){0, 0, {0}};
-    try_super_scales(problem, d_bits, TRIALS, best);
+    try_super_scales(problem, d_bits, COLI_E8_SEARCH_TRIALS, best);
     return best->gain < 0;
 }
 
@@ -132,7 +120,6 @@ static void choose_entries(const coli_e8_problem *problem, const float w[COLI_E8
     coli_e8_store_scale(block, scales->d_bits);
 }
 
-/* The super-scale that fits the entries, signs and codes of a block best, by least squares. */
 static uint32_t fitted_super_scale(const float w[COLI_E8_BLOCK], const float *importance, const uint8_t *block) {
     float decoded[COLI_E8_BLOCK];
     double product = 0, square = 0;
@@ -142,8 +129,7 @@ static uint32_t fitted_super_scale(const float w[COLI_E8_BLOCK], const float *im
         product += weighted * w[i];
         square += weighted * decoded[i];
     }
-    double d = coli_f16_to_f32(coli_load_u16(block + COLI_E8_SCALE_OFFSET));
-    return coli_double_to_f16(product > 0 && square > 0 ? d * (product / square) : d);
+    return coli_e8_fitted_scale(product, square, coli_load_u16(block + COLI_E8_SCALE_OFFSET));
 }
 
 static double squared_error(const float w[COLI_E8_BLOCK], const float *importance, const uint8_t *block) {
@@ -151,8 +137,7 @@ static double squared_error(const float w[COLI_E8_BLOCK], const float *importanc
     double error = 0;
     coli_e8_decode_block(block, decoded);
     for (int i = 0; i < COLI_E8_BLOCK; i++) {
-        double difference = (double)w[i] - decoded[i];
-        error += (importance ? importance[i] : 1) * (difference * difference);
+        error += coli_e8_error(w[i], decoded[i], importance ? importance[i] : 1);
     }
     return error;
 }

@@ -3,6 +3,7 @@
  * decode of decode_row.h. */
 #include <math.h>
 
+#include "../formats/e8_encode.h"
 #include "decode_row.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -119,9 +120,10 @@ static int e8_nearest(const coli_e8_search *codebook, const fitted_subblock *sub
         if (scores[slot] > limit) continue;
         for (int r = 0, place = slot; r < COLI_E8_ROUNDS && slot < codebook->round_slots[r];
              place += codebook->round_slots[r++]) {
-            double product = 0;
-            for (int k = 0; k < 4; k++) product += m[k] * (double)codebook->weights[k][place];
-            double score = scale * codebook->lengths[place] - 2 * product;
+            double product =
+                coli_e8_reference_product(m[0], m[1], m[2], m[3], codebook->weights[0][place], codebook->weights[1][place],
+                                          codebook->weights[2][place], codebook->weights[3][place]);
+            double score = scale * codebook->lengths[place] - product;
             if (score < *lowest || (score == *lowest && codebook->entries[place] < nearest)) {
                 *lowest = score;
                 nearest = codebook->entries[place];
@@ -144,12 +146,10 @@ static void e8_approximate_errors(const coli_e8_search *codebook, const fitted_s
 
 static void e8_set_fitted(const coli_e8_search *codebook, const float magnitudes[32], double largest_scale,
                           fitted_subblock *subblock) {
-    double largest = largest_scale;
-    int exponent;
+    float largest = (float)largest_scale;
     for (int i = 0; i < 32; i++) largest = magnitudes[i] > largest ? magnitudes[i] : largest;
-    frexp(largest, &exponent);
     subblock->magnitudes = magnitudes;
-    subblock->inverse_unit = (float)ldexp(1, -exponent);
+    subblock->inverse_unit = (float)(1 / coli_power_of_two_above(largest));
     for (int group = 0; group < 8; group++)
         e8_approximate(codebook, magnitudes + 4 * group, subblock->inverse_unit, &subblock->sums[group],
                        subblock->maxima[group]);
@@ -176,8 +176,7 @@ static int e8_fit(const coli_e8_search *codebook, const float magnitudes[32], fl
     double scales[16], lowest = HUGE_VAL;
     int best = 0;
     for (int code = 0; code < 16; code++) {
-        scales[code] = d * (0.5 + code) * 0.5;
-        if (scales[code] < 1e-20) scales[code] = 1e-20;
+        scales[code] = coli_e8_reference_subscale(d, code);
     }
     e8_set_fitted(codebook, magnitudes, scales[15], &subblock);
     unsigned possible = e8_possible_codes(codebook, &subblock, scales);
@@ -217,7 +216,7 @@ static inline void e8_weighted_lengths(const coli_e8_search *codebook, const flo
     for (int place = 0; place < COLI_E8_PLACES; place++) {
         float g0 = codebook->weights[0][place], g1 = codebook->weights[1][place];
         float g2 = codebook->weights[2][place], g3 = codebook->weights[3][place];
-        lengths[place] = h[0] * (g0 * g0) + h[1] * (g1 * g1) + h[2] * (g2 * g2) + h[3] * (g3 * g3);
+        lengths[place] = coli_e8_weighted_length(h, g0, g1, g2, g3);
     }
 }
 
@@ -231,9 +230,8 @@ static void e8_group_lines(const coli_e8_search *codebook, const coli_e8_subbloc
     for (int place = 0; place < COLI_E8_PLACES; place++) {
         float x0 = m[0] * codebook->weights[0][place], x1 = m[1] * codebook->weights[1][place];
         float x2 = m[2] * codebook->weights[2][place], x3 = m[3] * codebook->weights[3][place];
-        float low01 = x0 < x1 ? x0 : x1, low23 = x2 < x3 ? x2 : x3, low = low01 < low23 ? low01 : low23;
-        lines->kept.products[place] = 2.0f * (x0 + x1 + x2 + x3);
-        lines->flipped.products[place] = lines->kept.products[place] - 4.0f * low;
+        lines->kept.products[place] = coli_e8_kept_product(x0, x1, x2, x3);
+        lines->flipped.products[place] = coli_e8_flipped_product(lines->kept.products[place], x0, x1, x2, x3);
     }
     lines->weighted = subblock->importance != NULL;
     if (lines->weighted) {
@@ -280,21 +278,6 @@ static void e8_gains(const coli_e8_search *codebook, const coli_e8_subblock *sub
             gains[i] += scales[i] * (in_first <= in_second ? in_first : in_second);
         }
     }
-}
-
-/* The weight of a group whose sign is flipped at the smallest cost. */
-static int e8_flip(const coli_e8_subblock *subblock, int group, const uint8_t entry[4]) {
-    float lowest = HUGE_VALF;
-    int flip = 0;
-    for (int k = 0; k < 4; k++) {
-        float importance = subblock->importance ? subblock->importance[4 * group + k] : 1.0f;
-        float cost = subblock->magnitudes[4 * group + k] * importance * (float)entry[k];
-        if (cost < lowest) {
-            lowest = cost;
-            flip = k;
-        }
-    }
-    return flip;
 }
 
 /* The entry with the lowest score, the lowest of equals, where lengths are the codebook's. */
@@ -352,7 +335,10 @@ static int e8_choose(const coli_e8_search *codebook, const coli_e8_subblock *sub
     if (odd) {
         int half = flipped[0] + kept[1] <= kept[0] + flipped[1] ? 0 : 1;
         kept_entry[half] = flipped_entry[half];
-        flip = 4 * half + e8_flip(subblock, 2 * lane + half, coli_e8_codebook() + 4 * flipped_entry[half]);
+        int first = COLI_LANE * lane + 4 * half;
+        flip = 4 * half + coli_e8_flip(subblock->magnitudes + first,
+                                       subblock->importance ? subblock->importance + first : NULL,
+                                       coli_e8_codebook() + 4 * flipped_entry[half]);
     }
     for (int half = 0; half < 2; half++) indices[half] = (uint8_t)kept_entry[half];
     return flip;

@@ -9,6 +9,7 @@
 #include "../formats/e8_codebook.h"
 #include "../formats/floats.h"
 #include "copy_threads.h"
+#include "encode.h"
 #include "kernels/expert.h"
 #include "kernels/prefill.h"
 #include "tensor.h"
@@ -32,6 +33,7 @@ void reset_tables() {
     small_codebook = true;
     memset(current_tables.fp8, 0, sizeof current_tables.fp8);
     coli_sign_table_fill(current_tables.signs);
+    fill_encoder_codebook(&current_tables.encoder);
     fp8_published = false;
 }
 
@@ -191,6 +193,7 @@ Context::~Context() {
     synchronous.release();
     issued.release();
     staging.release();
+    encode.release();
     if (tables) ignore(cudaFree(tables));
     if (issued_done) ignore(cudaEventDestroy(issued_done));
     if (stream) ignore(cudaStreamDestroy(stream));

@@ -68,6 +68,15 @@ struct Staging {
     uint8_t *device_slot(int slot) const { return device.as<uint8_t>() + slot * kSlotBytes; }
 };
 
+/* What E8 matrices pass through when the device encodes them, beside the staging; see encode.cpp. */
+struct EncodeBuffers {
+    PinnedBuffer host_blocks;
+    DeviceBuffer blocks, rotated, importance;
+
+    bool reserve(size_t block_bytes, size_t importance_bytes);
+    void release();
+};
+
 struct GroupCounters {
     std::atomic<uint64_t> calls{0}, experts{0}, rows{0};
     mutable std::mutex times_mutex;
@@ -87,6 +96,7 @@ struct Context {
     bool pending = false; /* a group was issued and not yet taken */
     cudaEvent_t issued_done = nullptr;
     Staging staging;
+    EncodeBuffers encode;
     bool caller_streams = false; /* device-pointer calls ran on streams that the library cannot order */
 
     ColiCudaTensor *tensors = nullptr; /* all live ones, a doubly linked list */

@@ -496,6 +496,8 @@ typedef void (*coli_log_fn)(int level, const char *line, void *user);
         ColiCudaTensor *const *downs, const int *rows, int count, const float *x, int x_rows, const int *x_index, \
         int tokens, const int *row_tokens, const float *row_weights), \
         (gates, ups, downs, rows, count, x, x_rows, x_index, tokens, row_tokens, row_weights), 0) \
+    FUNCTION(MAY, int, encode_e8, (int device, int quality, int rotate, const float *importance, const float *w, \
+        int rows, int columns, void *blocks), (device, quality, rotate, importance, w, rows, columns, blocks), 0) \
     FUNCTION(MAY, size_t, plan_text, (int device, int capability, const int *formats, int D, int H, int experts, \
         int rows, char *text, size_t capacity), \
         (device, capability, formats, D, H, experts, rows, text, capacity), 0) \

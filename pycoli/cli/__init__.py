@@ -118,7 +118,9 @@ def _add_bench(commands) -> None:
         "that cannot be used, or no GPU.",
     )
     where = bench.add_mutually_exclusive_group()
-    where.add_argument("--host", action="store_true", help="measure calls with host pointers, and uploads, instead")
+    where.add_argument(
+        "--host", action="store_true", help="measure calls with host pointers, uploads and encoding instead"
+    )
     where.add_argument("--cpu", action="store_true", help="measure the CPU instead")
     bench.add_argument("--formats", default="all", metavar="LIST", help="such as e8,int4-g64 (default all)")
     bench.add_argument(

@@ -13,7 +13,8 @@ from ..container import Container, is_container
 from ..convert import Imatrix, Recording, Report, Settings, convert
 from ..convert.calibration import CalibrationTotals, Knowledge
 from ..convert.shard import Loss
-from ..errors import ArgumentError
+from ..device import Device, e8_encoder, parse_device
+from ..errors import ArgumentError, ColiError
 from .report import RIGHT, add_options, check_output, reading, say, sections, table, write_report
 
 
@@ -74,6 +75,14 @@ def add_parser(commands) -> None:
         help="such as 500M or 4G (default 2G)",
     )
     parser.add_argument("--jobs", type=_jobs, default=1, metavar="N", help="parts to work on at once (default 1)")
+    parser.add_argument(
+        "--device",
+        type=_device,
+        default="cpu",
+        metavar="NAME",
+        help="where E8 is encoded, in the same bytes: cpu (default), cuda (cuda:0), cuda:N or N; calibrated E8 is "
+        "encoded on the CPU alone",
+    )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be written")
     add_options(parser)
 
@@ -86,6 +95,7 @@ def command(options: argparse.Namespace) -> int:
     knowledge = _knowledge(options)
     quality = options.quality or ("search" if knowledge is None else "calibrated")
     settings = Settings(options.experts, options.dense, options.keep, options.fallback, quality, options.shard_size)
+    device = _open_encoder(options.device)
     # disable=None: no bar where standard error is not a terminal.
     bar = tqdm(desc="convert", unit="weight", unit_scale=True, disable=None, leave=False)
     with bar, reading(options.source):
@@ -104,6 +114,7 @@ def command(options: argparse.Namespace) -> int:
             jobs=options.jobs,
             dry_run=options.dry_run,
             progress=progress,
+            device=device,
         )
     for warning in report.warnings:
         say(f"pycoli convert: warning: {warning}", sys.stderr)
@@ -122,6 +133,14 @@ def _knowledge(options: argparse.Namespace) -> Knowledge | None:
         raise ArgumentError(f"--quality {options.quality}: does not go with {path}, which is to calibrate with")
     with reading(path):
         return Imatrix(path) if options.imatrix else Recording(path)
+
+
+def _open_encoder(device: str | int) -> Device | None:
+    """What --device names. ArgumentError where it cannot encode."""
+    try:
+        return e8_encoder(device)
+    except ColiError as error:
+        raise ArgumentError(f"--device {device}: {error}") from error
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -221,6 +240,15 @@ def _size(text: str) -> int:
     if not (digits.isascii() and digits.isdigit() and len(digits) < 16 and int(digits) > 0):
         raise argparse.ArgumentTypeError(f"expected a number of bytes such as 500M or 4G, got {text}")
     return int(digits) * factor
+
+
+def _device(text: str) -> str | int:
+    device = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else text
+    try:
+        parse_device(device)
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(f"expected cpu, cuda, cuda:N or N, got {text}") from error
+    return device
 
 
 def _jobs(text: str) -> int:

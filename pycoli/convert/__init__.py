@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .._json import parse_json, positive_integer
+from ..device import Device, e8_encoder
 from ..errors import ArgumentError, CheckpointError, StateError
 from .calibration import CalibrationTotals, Calibrator, Imatrix, Knowledge, Recording
 from .manifest import LOCK, Manifest
@@ -77,6 +78,7 @@ def convert(
     jobs: int = 1,
     dry_run: bool = False,
     progress: Callable[[int, int], object] | None = None,
+    device: str | int | Device | None = None,
 ) -> Report:
     """Makes a container of a model.
 
@@ -100,6 +102,9 @@ def convert(
         Only plan; nothing is written.
     progress : callable, optional
         Called with the numbers of weights that are done and that there are.
+    device : None, "cpu", "cuda:0", int or Device
+        Where E8 is encoded, as in encode(). The bytes are the same, so that a conversion may go on elsewhere. Quality
+        "calibrated" encodes on the CPU alone.
 
     Returns
     -------
@@ -111,13 +116,18 @@ def convert(
         The source cannot be used (the text names the tensor), the destination holds something else, or has not enough
         room.
     ArgumentError
-        jobs is below 1, or the destination lies in the source.
+        jobs is below 1, quality and knowledge or device do not go together, or the destination lies in the source.
+    DeviceError, NotProvidedError
+        The device that was named cannot encode.
     StateError
         Another conversion is writing to the destination.
     """
     if type(jobs) is not int or jobs < 1:
         raise ArgumentError(f"jobs: expected a number above 0, got {jobs!r}")
     settings = settings or Settings()
+    gpu = e8_encoder(device)
+    if gpu and settings.quality == CALIBRATED:
+        raise ArgumentError(f"quality calibrated encodes on the CPU alone, got device {gpu.name}")
     if (settings.quality == CALIBRATED) != (knowledge is not None):
         raise ArgumentError("quality calibrated, and no other, needs an imatrix or recorded activations")
     source = source if isinstance(source, Source) else open_source(source)
@@ -150,6 +160,7 @@ def convert(
                 jobs,
                 progress or (lambda done, total: None),
                 calibrator,
+                gpu,
             )
     except BaseException:
         if created and not manifest.path.exists():
@@ -168,6 +179,7 @@ def _run(
     jobs: int,
     progress: Callable[[int, int], object],
     calibrator: Calibrator | None,
+    gpu: Device | None,
 ) -> None:
     """Writes what is not finished yet."""
     done = {shard.name for shard in plan.shards if manifest.is_done(shard, folder)}
@@ -197,7 +209,7 @@ def _run(
         calibrator.wanted = {one.tensor.name for shard in to_do for one in shard.tensors if one.quality == CALIBRATED}
     with ThreadPoolExecutor(jobs, "convert") as pool:
         for shard in to_do:
-            manifest.shards[shard.name] = write_shard(shard, folder, pool, jobs, advance, calibrator)
+            manifest.shards[shard.name] = write_shard(shard, folder, pool, jobs, advance, calibrator, gpu)
             manifest.save()
     for _, result in sorted(manifest.shards.items()):  # always the same order, so that sums have the same bits
         report.calibration.add(result.calibration)

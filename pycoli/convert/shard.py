@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..device import Device
 from ..errors import CheckpointError, ColiError
 from ..layout import SCALES_SUFFIX, e8_tag, sizes
 from ..naming import expert_place
@@ -81,10 +82,12 @@ def write_shard(
     jobs: int,
     progress: Callable[[int], object],
     calibrator: Calibrator | None = None,
+    device: Device | None = None,
 ) -> ShardResult:
     """Writes a file into the folder; under another name until all of it is on the disk.
 
-    `progress` is called with the number of weights that were done. A shard with calibrated matrices needs a calibrator.
+    `progress` is called with the number of weights that were done. A shard with calibrated matrices needs a calibrator;
+    in others, `device` encodes E8 in place of the CPU.
     """
     final, partial = folder / shard.name, folder / f"{shard.name}.partial"
     data_start = len(shard.header({}))
@@ -95,7 +98,7 @@ def write_shard(
         def work(part: _Chunk | _Expert) -> tuple[list[tuple[PlannedTensor, Loss]], CalibrationTotals]:
             if isinstance(part, _Expert):
                 return _write_expert(partial, data_start, shard, part, calibrator)
-            return [(part.planned, _write_chunk(partial, data_start, shard, part))], CalibrationTotals()
+            return [(part.planned, _write_chunk(partial, data_start, shard, part, device))], CalibrationTotals()
 
         result = ShardResult(shard.file_bytes, "")
         for done, totals in _bounded_map(pool, work, _parts(shard), 2 * jobs):
@@ -164,8 +167,8 @@ def row_chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
         yield first, min(rows, first + step)
 
 
-def encode_rows(planned: PlannedTensor, first: int, w: np.ndarray) -> Weights:
-    """Rows of a matrix, from `first` on, in the encoding of the plan.
+def encode_rows(planned: PlannedTensor, first: int, w: np.ndarray, device: Device | None = None) -> Weights:
+    """Rows of a matrix, from `first` on, in the encoding of the plan. `device` encodes E8 in place of the CPU.
 
     Raises
     ------
@@ -174,7 +177,8 @@ def encode_rows(planned: PlannedTensor, first: int, w: np.ndarray) -> Weights:
     """
     check_finite_rows(planned.tensor, first, w)
     try:
-        return encode(w, planned.encoding.fmt, quality=planned.quality)
+        fmt = planned.encoding.fmt
+        return encode(w, fmt, quality=planned.quality, device=device if fmt == "e8" else None)
     except ColiError as error:
         raise CheckpointError(f"{planned.tensor.source}: rows {first} to {first + len(w) - 1}: {error}") from error
 
@@ -208,7 +212,7 @@ def _write_expert(
     return done, totals
 
 
-def _write_chunk(path: Path, data_start: int, shard: ShardPlan, chunk: _Chunk) -> Loss:
+def _write_chunk(path: Path, data_start: int, shard: ShardPlan, chunk: _Chunk, device: Device | None) -> Loss:
     planned, first, last = chunk.planned, chunk.first, chunk.last
     tensor = planned.tensor
     loss = Loss(tensors=int(first == 0), weights=(last - first) * tensor.columns)
@@ -222,7 +226,7 @@ def _write_chunk(path: Path, data_start: int, shard: ShardPlan, chunk: _Chunk) -
         data, scales = tensor.native_rows(first, last)
     else:
         w = tensor.rows(first, last)
-        encoded = encode_rows(planned, first, w)
+        encoded = encode_rows(planned, first, w, device)
         data, scales = encoded.data, encoded.scales
         loss.error, loss.energy = squared_error(w, encoded.decode())
     loss.nbytes = _write_encoded(path, data_start, shard, chunk, data, scales)

@@ -46,16 +46,34 @@ def test_host_calls(simulated):
     assert device.stats() == before
     computed = ["expert_mlp", "expert_group", "issue", "issue + take"]
     moved = ["upload", "update", "pinned copy"]
-    assert set(results) == {*((what, 1) for what in computed), *((what, None) for what in moved)}
+    encoded = ["encode reference", "encode reference, CPU", "encode search", "encode search, CPU"]
+    assert set(results) == {*((what, 1) for what in computed), *((what, None) for what in moved + encoded)}
     assert all(result.wrong is None and len(result.seconds) == 8 for result in results.values())
     assert results["expert_mlp", 1].experts == 1
     assert results["expert_group", 1].experts == 2
     assert results["upload", None].of_ceiling > 0
+    for what in encoded:
+        assert results[what, None].weights == 48 * 64
+        assert results[what, None].flops == 0
 
 
 def test_issue_is_left_out_where_it_takes_fewer_rows(simulated):
     results = host.measure("e8", SHAPE, SETTINGS._replace(experts=9), *simulated)
     assert not any("issue" in result.what for result in results)
+
+
+def test_encoding_in_other_bytes(simulated, monkeypatch):
+    encode = pycoli.encode
+
+    def reference_on_the_gpu(w, fmt, quality="search", device=None):
+        return encode(w, fmt, quality=quality if device is None else "reference", device=device)
+
+    monkeypatch.setattr(pycoli, "encode", reference_on_the_gpu)
+    results = by_name(host.measure("e8", SHAPE, SETTINGS, *simulated))
+    assert results["encode search", None].wrong
+    assert not results["encode search", None].seconds
+    for what in ("encode reference", "encode search, CPU"):
+        assert results[what, None].seconds
 
 
 @pytest.fixture

@@ -116,6 +116,7 @@ static void features(const coli_backend *backend) {
                                             {"mxfp4", "coli_cuda_matmul_mxfp4"},
                                             {"fp8-e4m3-b128", "coli_cuda_fp8_set_lut"},
                                             {"download", "coli_cuda_tensor_download"},
+                                            {"encode_e8", "coli_cuda_encode_e8"},
                                             {"int3-g64", "no int3-g64"},
                                             {"teleport", "no such feature"}};
     for (size_t i = 0; i < sizeof offered / sizeof *offered; i++) {

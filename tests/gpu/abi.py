@@ -231,3 +231,14 @@ class Gpu:
 
     def take(self, shape, device=0):
         return self.take_view(shape, device).copy()
+
+    # ---- encoding
+
+    def encode(self, w, quality, rotate=False, importance=None, device=0):
+        """The E8 blocks of float32 w, uint8 [rows, bytes of a row]."""
+        rows, columns = w.shape
+        blocks = np.full((rows, -(-columns // 256) * 98), 0xA5, np.uint8)
+        number = getattr(self.lib, f"COLI_E8_{quality.upper()}")
+        how = (device, number, int(rotate), floats(importance))
+        self.check(self.lib.coli_cuda_encode_e8(*how, floats(w), rows, columns, pointer(blocks, "void *")))
+        return blocks

@@ -39,6 +39,7 @@ def test_fail_after_covers_every_compute_call(gpu, rng, expert, monkeypatch):
         lambda: gpu.take(x.shape),
         lambda: gpu.issue_sum([tensors], [2], x, [0, 1], 1, [0, 0], [1, 1]),
         lambda: gpu.take((1, D)),
+        lambda: gpu.encode(x, "reference"),
     ]
 
     def run():
@@ -298,6 +299,24 @@ def test_issue_and_take(closed_gpu, rng, faults, expert, call):
         assert oracle.relative_rms(gpu.expert_mlp(tensors, x), expected) <= EXACT
 
     fail_every_runtime_call(gpu, faults, prepare=prepare, action=action, after_refusal=after_refusal)
+
+
+@pytest.mark.parametrize("importance", [None, np.linspace(1, 2, 300, dtype=np.float32)], ids=["plain", "importance"])
+def test_encode(closed_gpu, rng, faults, importance):
+    gpu, w = closed_gpu, gaussian(rng, 2, 300)
+    gpu.init(0)
+    right = gpu.encode(w, "search", True, importance)
+
+    def action(_state):
+        assert np.array_equal(gpu.encode(w, "search", True, importance), right)
+
+    fail_every_runtime_call(
+        gpu,
+        faults,
+        prepare=lambda: gpu.init(0),
+        action=action,
+        after_refusal=lambda state, _before: action(state),
+    )
 
 
 def test_codebook_is_published_everywhere_or_nowhere(two_gpus, rng, faults):

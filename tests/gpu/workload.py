@@ -16,6 +16,8 @@ from device_memory import DeviceMemory
 from samples import EXACT, MOST_EXACT_ROWS, gaussian, random_expert
 from simulator import Simulator
 
+import pycoli
+
 FORMATS = ["f32", "int8", "int4", "int2", "int4-g32", "int4-g64", "int4-g5", "e8", "mxfp4", "fp8-e4m3-b128"]
 
 
@@ -203,6 +205,21 @@ def rotation(gpu, rng):
     memory.close()
 
 
+def encoding(gpu, rng):
+    """Both qualities; whole super-blocks, partial ones and importance; rotations of one piece and of several."""
+    importance = rng.random(300).astype(np.float32)
+    for columns, quality, rotate, weights in (
+        (300, "search", True, None),
+        (300, "search", False, importance),
+        (16384 + 8192 + 5, "reference", True, None),
+    ):
+        w = gaussian(rng, 2, columns)
+        stored = pycoli.rotate(w) if rotate else w
+        expected = pycoli.encode(stored, "e8", rotate=False, quality=quality, importance=weights).data
+        blocks = gpu.encode(w, quality, rotate, weights)
+        assert (blocks.reshape(-1) == expected).all(), f"encoding by {quality}: other bytes"
+
+
 def out_of_bounds(gpu):
     """The caller's fault: a row more than its memory holds."""
     memory = open_memory(gpu)
@@ -234,6 +251,7 @@ PARTS = {
         mxfp4_from_host_memory,
         device_pointers,
         rotation,
+        encoding,
         probes,
     )
 }

@@ -17,6 +17,9 @@ struct RotateParams {
 };
 
 cudaError_t launch_rotate(const RotateParams &params, const RotationPlan &plan, cudaStream_t stream);
+/* The same bits as coli_rotate_rows, in blocks of more than kRotationPiece too; zeros may have another sign. `inverse` is
+ * not looked at. */
+cudaError_t launch_rotate_as_cpu(const RotateParams &params, const RotationPlan &plan, cudaStream_t stream);
 
 } // namespace coli
 

@@ -117,13 +117,6 @@ COLI_API coli_status coli_matrix_check(const coli_matrix *matrix);
 COLI_API coli_status coli_encode(int format, const float *w, int rows, int columns, int group_size, void *weights,
                                  void *scales);
 
-/* How E8 chooses scales, entries and signs. All give the same bytes on disk, which any decoder reads. */
-typedef enum coli_e8_quality {
-    COLI_E8_SEARCH = 0, /* super-scale, codes, entries and flipped signs chosen together, for the smallest squared error */
-    COLI_E8_REFERENCE = 1, /* the reference rule of docs/formats.md, to the bit */
-    COLI_E8_CALIBRATED = 2 /* for the smallest error of the outputs: each column's error is made up for by those after it */
-} coli_e8_quality;
-
 /* Zero it, then set `size` and what is wanted. */
 typedef struct coli_e8_options {
     size_t size;   /* sizeof(coli_e8_options) */

@@ -41,6 +41,13 @@ typedef enum coli_format {
     COLI_FP8_B128 = 8      /* "fp8-e4m3-b128"  1 byte, one f32 scale for each 128 x 128 block                   */
 } coli_format;
 
+/* How E8 chooses scales, entries and signs. All give the same bytes on disk, which any decoder reads. */
+typedef enum coli_e8_quality {
+    COLI_E8_SEARCH = 0, /* super-scale, codes, entries and flipped signs chosen together, for the smallest squared error */
+    COLI_E8_REFERENCE = 1, /* the reference rule of docs/formats.md, to the bit */
+    COLI_E8_CALIBRATED = 2 /* for the smallest error of the outputs: each column's error is made up for by those after it */
+} coli_e8_quality;
+
 /* Status of a call. Values are pinned; each group of ten has room to grow. */
 typedef enum coli_status {
     COLI_OK = 0,

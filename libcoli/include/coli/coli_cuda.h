@@ -26,7 +26,7 @@
  *   - Same input, same bits: run to run, and for a row alone or among others in calls of up to 16 rows an expert.
  *
  * Environment, read at every call
- *   COLI_GPU_FAIL_AFTER=N   compute calls, issue and take included, fail after N of them (tests of fallbacks)
+ *   COLI_GPU_FAIL_AFTER=N   compute calls, issue, take and encoding included, fail after N of them (for tests)
  *   COLI_CUDA_PROFILE=1     coli_cuda_group_stats reports times of synchronous groups
  *   COLI_LOG=1              log lines go to stderr when no callback is set
  *   The switches that select kernels in other builds (COLI_CUDA_TC_INT4, COLI_CUDA_W4_PACKED, ...) have no effect here.
@@ -218,6 +218,20 @@ COLI_API int coli_cuda_expert_group_issue_sum(ColiCudaTensor *const *gates, Coli
                                               ColiCudaTensor *const *downs, const int *rows, int count, const float *x,
                                               int x_rows, const int *x_index, int tokens, const int *row_tokens,
                                               const float *row_weights);
+
+/*------   Additions: encoding   ------*/
+
+/* Encodes w [rows, columns] as COLI_E8 on a device, into ceil(columns / 256) * 98 bytes a row at `blocks`: the very bytes
+ * that coli_encode_e8 (coli.h) gives for the rows, or with rotate = 1 for the rows that coli_rotate_rows makes of them.
+ * `quality` is COLI_E8_SEARCH or COLI_E8_REFERENCE; COLI_E8_CALIBRATED is for the CPU. `importance` [columns], finite and 0
+ * or more, weighs the squared errors of the columns as they are stored; for COLI_E8_SEARCH, or NULL. The published codebook
+ * is used, whatever coli_cuda_e8_set_grid has set. At most 524288 columns.
+ *
+ * Rows pass through in chunks: at most 22 MiB on host and device together, kept until coli_cuda_shutdown. COLI_E_NOT_FINITE
+ * names the first NaN or infinity, or says that rotating overflows float32. After a failure the caller's memory may hold a
+ * part of the blocks. */
+COLI_API int coli_cuda_encode_e8(int device, int quality, int rotate, const float *importance, const float *w, int rows,
+                                 int columns, void *blocks);
 
 /*------   Additions: plans and measurements   ------*/
 

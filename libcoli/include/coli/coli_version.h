@@ -21,6 +21,6 @@
 #define COLI_ABI_MAJOR 0
 #define COLI_ABI_MINOR 3
 #define COLI_CUDA_ABI_MAJOR 1
-#define COLI_CUDA_ABI_MINOR 2
+#define COLI_CUDA_ABI_MINOR 3
 
 #endif

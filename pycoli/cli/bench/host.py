@@ -1,4 +1,4 @@
-"""Times of calls with host pointers: experts, uploads and updates, beside the copy from page-locked memory."""
+"""Times of calls with host pointers: experts, uploads, updates, encoding, beside the copy from page-locked memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..._lib import ffi, lib
 from ...device import Device, Tensor
 from .cases import Settings, Shape
 from .driver import Driver
+from .encoding import Encodings
 from .resident import Layers, layers_needed
 from .results import Result
 from .samples import Sample, limit
@@ -27,14 +28,19 @@ PINNED = "pinned copy"
 
 
 def measure(fmt: str, shape: Shape, settings: Settings, device: Device, driver: Driver) -> list[Result]:
-    """One expert with one row, a group with one row for each, the same issued; an expert uploaded and updated."""
+    """One expert with one row, a group with one row for each, the same issued; an expert uploaded and updated; a matrix
+    encoded, where that is E8."""
     sample = Sample(fmt, shape)
+    encodings = Encodings(shape, device) if fmt == "e8" else None
     count = settings.layers or layers_needed(settings.experts * sample.nbytes, driver.l2_bytes)
     with ExitStack() as stack:
         layers = stack.enter_context(Layers(sample, device, count, settings.experts))
         calls, transfers = _Calls(layers), _Transfers(layers, driver, stack)
         errors = {**calls.errors(), **transfers.errors()}
         works = {**calls.works(), **transfers.works()}
+        if encodings:
+            errors |= encodings.errors()
+            works |= encodings.works()
         right = {what: work for what, work in works.items() if errors.get(what, 0.0) <= limit(1)}
         seconds = interleave(right, settings.repetitions)
 
@@ -51,6 +57,7 @@ def measure(fmt: str, shape: Shape, settings: Settings, device: Device, driver: 
         *(called(what, 1 if what == EXPERT else settings.experts) for what in calls.works()),
         *(moved(what).against(pinned) for what in transfers.works() if what != PINNED),
         pinned,
+        *(encodings.results(seconds, errors) if encodings else ()),
     ]
 
 

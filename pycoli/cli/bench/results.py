@@ -30,11 +30,12 @@ class Result:
     Attributes
     ----------
     what : str
-        "layer", "product", "expert_mlp", "upload", ...; "read" and "copy" are ceilings.
+        "layer", "product", "expert_mlp", "upload", "encode search", ...; "read" and "copy" are ceilings.
     fmt : str
     shape : Shape
     nbytes : int
-        That a call moves: of weights; of a copy, in both directions. 0 for a call that does not wait for them.
+        That a call moves: of weights, float32 where it encodes them; of a copy, in both directions. 0 for a call that
+        does not wait for them.
     seconds : sequence of float
         Of a call, one for each repetition. Empty where the result is wrong.
     experts : int
@@ -42,7 +43,7 @@ class Result:
     rows : int or None
         Of each expert; None where nothing is computed.
     weights : int
-        That a call multiplies with.
+        That a call multiplies with, or encodes.
     error : float or None
         Relative RMS error of the results against float64.
     of_ceiling : float or None
@@ -113,7 +114,7 @@ def as_json(result: Result) -> dict:
             "bytes_per_second": result.nbytes / result.median if result.nbytes else None,
             "of_ceiling": result.of_ceiling,
             "weights_per_second": result.weights / result.median if result.weights else None,
-            "flops_per_second": result.flops / result.median if result.weights else None,
+            "flops_per_second": result.flops / result.median if result.flops else None,
         }
     error = result.error
     return {
@@ -195,10 +196,10 @@ def _cells(result: Result, before: dict | None) -> list[str]:
         cells += [
             duration(result.median),
             f"{100 * result.spread:.1f}%",
-            f"{1e-9 * result.nbytes * per_second:.1f}" if result.nbytes else "-",
+            _billions(result.nbytes * per_second),
             "-" if result.of_ceiling is None else f"{100 * result.of_ceiling:.1f}%",
-            f"{1e-9 * result.weights * per_second:.1f}" if result.weights else "-",
-            f"{1e-12 * result.flops * per_second:.3f}" if result.weights else "-",
+            _billions(result.weights * per_second),
+            f"{1e-12 * result.flops * per_second:.3f}" if result.flops else "-",
         ]
     else:
         cells += ["WRONG", *"-----"]
@@ -207,6 +208,12 @@ def _cells(result: Result, before: dict | None) -> list[str]:
         known = result.seconds and result.key in before
         cells += [duration(before[result.key]), f"{before[result.key] / result.median:.3f}"] if known else ["-", "-"]
     return cells
+
+
+def _billions(rate: float) -> str:
+    """Three digits of a slow rate."""
+    billions = 1e-9 * rate
+    return "-" if rate == 0 else f"{billions:.1f}" if billions >= 1 else f"{billions:.3f}"
 
 
 def duration(seconds: float) -> str:

@@ -32,7 +32,7 @@ def plot(results: Sequence[Result], title: str, file: str) -> None:
     """
     from matplotlib.figure import Figure
 
-    computed = [result for result in results if result.seconds and result.weights]
+    computed = [result for result in results if result.seconds and result.flops]
     shapes = list(dict.fromkeys(result.shape for result in computed))
     columns = max(min(len(shapes), 2), 1)
     figure = Figure(figsize=(9 * columns, 5 * max(-(-len(shapes) // columns), 1)), layout="constrained")
