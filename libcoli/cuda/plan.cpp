@@ -1,6 +1,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstring>
 
@@ -22,9 +23,16 @@ struct Slots {
     int tiles, stages;
 };
 
+/* One row leaves memory for whole slices. More rows want it for their activations: all columns at once, and long rounds,
+ * save more than large slots do. */
+std::array<Slots, 4> slots_to_try(int rows) {
+    if (rows == 1) return {{{2, 2}, {1, 3}, {1, 2}, {1, 1}}};
+    return {{{1, 2}, {1, 3}, {2, 2}, {1, 1}}};
+}
+
 /* Kernels for any format start at four rows. */
-int pass_rows_for(const GpuTraits &gpu, const ProductTask &task, bool limbs_only) {
-    const int most = most_pass_rows(gpu.capability, task.path);
+int pass_rows_for(const GpuTraits &gpu, const ProductTask &task, Path path, bool limbs_only) {
+    const int most = most_pass_rows(gpu.capability, path);
     int rows = limbs_only ? 1 : 4;
     while (rows < most && rows < task.rows) rows *= 2;
     return rows;
@@ -87,7 +95,7 @@ int cost_of(const ProductTask &task, const ProductPlan &plan) {
         rounds += full + (rest > 0);
     }
     /* a copy of one tile at a time keeps the warp waiting for the copy engine */
-    steps += plan.slot_bytes > 2 * task.tile_bytes ? 0 : steps / 12;
+    if (task.rows == 1 && plan.slot_bytes == 2 * task.tile_bytes) steps += steps / 12;
     return kBlockCost + task.matrices * (steps * kUnitCost * (plan.warps + 12) / 24 + rounds * kRoundCost);
 }
 
@@ -162,18 +170,19 @@ ProductPlan plan_product(const GpuTraits &gpu, const ProductTask &task) {
     const long long most_waves = 1LL * pairs * task.experts / gpu.multiprocessors + 1;
     for (long long waves = 1; waves <= 4 || (best_cost == 0 && waves <= most_waves); waves++) {
         ProductPlan plan{};
-        plan.path = task.path;
         plan.gate_up = task.matrices == 2;
-        plan.limbs_only = plan.path != Path::kPlain && !task.halves;
-        plan.pass_rows = pass_rows_for(gpu, task, plan.limbs_only);
+        plan.limbs_only = task.path != Path::kPlain && !task.halves;
+        plan.path = product_path(gpu.capability, task.path, plan.limbs_only);
+        plan.pass_rows = pass_rows_for(gpu, task, plan.path, plan.limbs_only);
         plan.codebook = task.codebook;
         plan.blocks = static_cast<int>(std::clamp<long long>(waves * gpu.multiprocessors / task.experts, 1, pairs));
         const int most_threads = product_threads(gpu.capability, plan.path, plan.pass_rows, plan.limbs_only);
         const int service = service_threads(gpu.capability, plan.path);
         for (plan.warps = most_threads / kWarp; plan.warps >= 1; plan.warps -= plan.warps > 2 ? 2 : 1) {
             plan.threads = service ? most_threads + service : kWarp * plan.warps;
-            plan.feeder = most_threads / kWarp;
-            for (const Slots slots : {Slots{2, 2}, Slots{1, 3}, Slots{1, 2}, Slots{1, 1}}) {
+            plan.first_feeder = most_threads / kWarp;
+            plan.feeders = service / kWarp;
+            for (const Slots slots : slots_to_try(task.rows)) {
                 ProductPlan filled = plan;
                 filled.stages = slots.stages;
                 filled.slot_bytes = 2 * slots.tiles * task.tile_bytes;
@@ -192,6 +201,7 @@ std::vector<ProductPlan> all_variants(const GpuTraits &gpu) {
         if (path != Path::kPlain && gpu.capability < (path == Path::kHopper ? 90 : 80)) continue;
         for (bool limbs_only : {false, true}) {
             if (limbs_only && path == Path::kPlain) continue;
+            if (product_path(gpu.capability, path, limbs_only) != path) continue;
             for (int rows = limbs_only ? 1 : 4; rows <= most_pass_rows(gpu.capability, path); rows *= 2) {
                 ProductPlan plan{};
                 plan.path = path, plan.limbs_only = limbs_only, plan.pass_rows = rows;

@@ -56,7 +56,7 @@ bool path_named(const char *name, Path *path);
 
 /* What fits the registers of a GPU: threads of a block that multiply, at most, and activation rows of a pass. Many rows,
  * kernels for any format, and copies by threads leave room for fewer threads; the compiler needs more registers for newer
- * GPUs. With the copy engine one warp more starts the copies, or a warpgroup where registers can be handed over. */
+ * GPUs. With the copy engine a warp more starts the copies, or a warpgroup where registers can be handed over. */
 COLI_FN constexpr int service_threads(int capability, Path path) {
     return path != Path::kHopper ? 0 : capability == 90 ? 4 * kWarp : kWarp;
 }
@@ -65,6 +65,10 @@ COLI_FN constexpr int product_threads(int capability, Path path, int pass_rows, 
                                  : capability == 90 && path == Path::kHopper && pass_rows <= 4;
     const int threads = many ? 384 : 256;
     return capability == 90 ? threads : threads - service_threads(capability, path);
+}
+/* The path of kernels that stand for `path`: those for any format and the copy engine fit the registers of Hopper alone. */
+COLI_FN constexpr Path product_path(int capability, Path path, bool limbs_only) {
+    return path == Path::kHopper && capability != 90 && !limbs_only ? Path::kAmpere : path;
 }
 COLI_FN constexpr int most_pass_rows(int capability, Path path) {
     if (path == Path::kPlain || capability >= 120) return 4;
@@ -83,12 +87,12 @@ bool typical_gpu(int capability, GpuTraits *gpu);
  * begins with the E8 codebook where there is one. */
 struct ProductPlan {
     Path path;
-    bool gate_up;     /* gate and up with the activation, or down */
-    int pass_rows;    /* activation rows that share one decode: 1, 2, 4, 8 or 16 */
-    int blocks;       /* that share an expert */
-    int threads;      /* of a block */
-    int warps;        /* that multiply; with the copy engine, one behind them all feeds them: */
-    int feeder;       /* its number */
+    bool gate_up;  /* gate and up with the activation, or down */
+    int pass_rows; /* activation rows that share one decode: 1, 2, 4, 8 or 16 */
+    int blocks;    /* that share an expert */
+    int threads;   /* of a block */
+    int warps;     /* that multiply; with the copy engine others feed them: */
+    int first_feeder, feeders;
     int stages;       /* tiles of each warp that are on their way or in work */
     int slot_bytes;   /* of a stage: one tile, or those of a slice, of two strips */
     int chunk_slices; /* slices whose activations are in shared memory together */

@@ -134,7 +134,7 @@ __device__ __forceinline__ void multiply_expert(Share &share, const RowSource &s
         if (first == 0) {
             if (plan.codebook) spread_codebook(memory.codebook, device_tables, team.count);
             if (source.rotate) load_signs(team, source.rows.columns, device_tables.signs, rotation.signs);
-            team.meet_feeder();
+            team.meet_feeders();
             dependency_wait();
         }
         const FloatRows x{source.rows.data + first * source.rows.stride, source.rows.stride, source.rows.columns};
@@ -145,6 +145,7 @@ __device__ __forceinline__ void multiply_expert(Share &share, const RowSource &s
             else
                 prepare_rows<Scheme, TOGETHER>(team, x, share.rows, slice, slices, memory.activations);
             if (slice == 0) stream.fill();
+            if (slice == 0 && first == 0) team.meet_feeders();
         });
         team.sync();
         const int outputs = share.pairs * share.rows * kPairRows;
@@ -163,7 +164,7 @@ __device__ __forceinline__ void multiply_in_scheme(Share &share, const RowSource
     /* where registers run out otherwise */
     constexpr int kMostUnrolled = 4;
     constexpr bool kRolled = kCompiledFor >= 100 || !LIMBS_ONLY || ROWS > kMostUnrolled;
-    constexpr int kTogether = ROWS == 1 ? 1 : LIMBS_ONLY ? 4 : kCompiledFor >= 100 ? 1 : 2;
+    constexpr int kTogether = ROWS == 1 || !LIMBS_ONLY ? 1 : 4; /* slices: where registers suffice */
     if constexpr (LIMBS_ONLY) {
         multiply_expert<OnPath, LimbScheme<ROWS, kRolled>, ROWS, kTogether>(share, source, rows, plan, tables, store);
     } else if (OnPath::kTensorCores && multiplies_bytes(*share.first_matrix) && multiplies_bytes(*share.second_matrix)) {
@@ -190,24 +191,26 @@ __device__ inline RowSource source_of_expert(const GroupParams &p, const Product
 }
 
 /* Whether a plan for the GPU at hand may be this kernel. */
-template <class OnPath> __device__ constexpr bool taken_by_plans(int rows) {
-    return rows <= most_pass_rows(kCompiledFor, OnPath::kPath) && (kCompiledFor >= 90 || !OnPath::kCopyEngine) &&
+template <class OnPath, bool LIMBS_ONLY> __device__ constexpr bool taken_by_plans(int rows) {
+    return product_path(kCompiledFor, OnPath::kPath, LIMBS_ONLY) == OnPath::kPath &&
+           rows <= most_pass_rows(kCompiledFor, OnPath::kPath) && (kCompiledFor >= 90 || !OnPath::kCopyEngine) &&
            (kCompiledFor >= 80 || !OnPath::kTensorCores);
 }
 
-/* Parts the warps of a block whose rings the copy engine fills: the first plan.warps of MOST_THREADS multiply, one behind
- * those feeds. False where the warp is done. Of Hopper's registers multiplying warps take what others do not need. */
+/* Parts the warps of a block whose rings the copy engine fills: the first plan.warps of MOST_THREADS multiply, those
+ * behind them all feed. False where the warp is done. Of Hopper's registers multiplying warps take what others do not need.
+ */
 template <int MOST_THREADS, int ROWS>
 __device__ __forceinline__ bool stays_to_multiply(const GroupParams &p, const ProductPlan &plan) {
     constexpr int kMostWarps = MOST_THREADS / kWarp, kGiven = 32;
     constexpr int kEach = 65536 / (MOST_THREADS + 4 * kWarp) / 8 * 8; /* at the start */
     constexpr int kTaken = (kEach * (kMostWarps + 4) - 4 * kGiven) / kMostWarps / 8 * 8;
     const int warp = warp_of_block();
-    if (warp >= plan.feeder) {
+    if (warp >= plan.first_feeder) {
         if (kCompiledFor == 90) give_registers<kGiven>();
-        if (warp > plan.feeder) return false;
         const ExpertEntry &expert = p.experts[blockIdx.y];
-        feed_rings(share_of_expert(p, plan, expert), plan, dynamic_shared(), coli_ceil_div(expert.rows, ROWS));
+        feed_rings(share_of_expert(p, plan, expert), plan, dynamic_shared(), warp - plan.first_feeder,
+                   coli_ceil_div(expert.rows, ROWS));
         return false;
     }
     if (kCompiledFor == 90) take_registers<kTaken>();
@@ -219,7 +222,7 @@ __global__ void __launch_bounds__(product_threads(kCompiledFor, OnPath::kPath, R
                                       service_threads(kCompiledFor, OnPath::kPath),
                                   1)
     expert_product(const __grid_constant__ GroupParams p, const __grid_constant__ ProductPlan plan) {
-    if (!taken_by_plans<OnPath>(ROWS)) return; /* nothing more to compile */
+    if (!taken_by_plans<OnPath, LIMBS_ONLY>(ROWS)) return; /* nothing more to compile */
     constexpr int kMostThreads = product_threads(kCompiledFor, OnPath::kPath, ROWS, LIMBS_ONLY);
     dependency_trigger();
     const ExpertEntry &expert = p.experts[blockIdx.y];

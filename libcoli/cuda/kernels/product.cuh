@@ -15,7 +15,7 @@
 #ifndef COLI_CUDA_KERNELS_PRODUCT_CUH
 #define COLI_CUDA_KERNELS_PRODUCT_CUH
 
-#include "../ptx/dependent.cuh"
+#include "../ptx/barrier.cuh"
 #include "activations.cuh"
 #include "limbs.cuh"
 #include "multiply.cuh"
@@ -73,28 +73,36 @@ __device__ __forceinline__ int tiles_of_slot(const ProductPlan &plan, const Matr
 }
 
 /* The order in which a warp takes its tiles: chunks, matrices, rounds, pairs, and of a pair the run of tiles that are its
- * units'. The ring goes through it ahead of the products. It lies in shared memory, to spare registers, and one lane moves
- * it. */
+ * units'. The ring goes through it ahead of the products. What it needs within a run are few values, so that a lane can
+ * keep them in registers; the rest lies in shared memory. */
+struct TileRun {
+    TilePair tiles; /* the next ones; a whole slot but at the end */
+    int left;       /* tiles of a strip from there on; 0 at the end of the walk */
+    int slot_tiles;
+
+    /* False where the run ends, and the walk has to say where the next one begins. */
+    __device__ __forceinline__ bool next() {
+        left -= slot_tiles;
+        if (left <= 0) return false;
+        tiles.first += tiles.bytes;
+        tiles.second += tiles.bytes;
+        if (left < slot_tiles) tiles.bytes = left * (tiles.bytes / slot_tiles);
+        return true;
+    }
+};
+
 class TileWalk {
   public:
-    TilePair tiles; /* the next ones */
-
-    __device__ void start(const Share &share, const ProductPlan &plan, int warp) {
+    /* The first run. */
+    __device__ TileRun start(const Share &share, const ProductPlan &plan, int warp) {
         chunk_ = matrix_ = round_ = 0;
         enter_round(share, plan, warp);
-        enter_run(share, plan, warp);
+        return run(share, plan, warp);
     }
-    __device__ __forceinline__ bool done() const { return tiles_left_ == 0; }
-    __device__ __forceinline__ void next(const Share &share, const ProductPlan &plan, int warp) {
-        tiles_left_ -= slot_tiles_;
-        if (tiles_left_ > 0) {
-            tiles.first += tiles.bytes;
-            tiles.second += tiles.bytes;
-            if (tiles_left_ < slot_tiles_) tiles.bytes = tiles_left_ * (tiles.bytes / slot_tiles_);
-        } else {
-            slice_ = 0, pair_++;
-            enter_run(share, plan, warp);
-        }
+    /* The run after the one that ended. */
+    __device__ TileRun next_run(const Share &share, const ProductPlan &plan, int warp) {
+        slice_ = 0, pair_++;
+        return run(share, plan, warp);
     }
 
   private:
@@ -119,39 +127,42 @@ class TileWalk {
         }
         return true;
     }
-    __device__ void enter_run(const Share &share, const ProductPlan &plan, int warp) {
-        tiles_left_ = 0;
-        if (!find_units(share, plan, warp)) return;
+    __device__ TileRun run(const Share &share, const ProductPlan &plan, int warp) {
+        if (!find_units(share, plan, warp)) return {};
         const MatrixView &matrix = share.matrix(matrix_);
         const int first = 2 * (share.first_pair + round_ + pair_), second = min(first + 1, share.strips - 1);
         const int units = min(units_left_, chunk_slices_ - slice_), tile = kSliceTiles * (chunk_ + slice_);
         units_left_ -= units;
-        tiles_left_ = min(kSliceTiles * units, share.tiles - tile);
-        slot_tiles_ = tiles_of_slot(plan, matrix);
+        const int left = min(kSliceTiles * units, share.tiles - tile), slot_tiles = tiles_of_slot(plan, matrix);
         const size_t strip_bytes = static_cast<size_t>(share.tiles) * matrix.tile_bytes;
-        tiles.bytes = min(tiles_left_, slot_tiles_) * matrix.tile_bytes;
-        tiles.first = matrix.weights + first * strip_bytes + tile * matrix.tile_bytes;
-        tiles.second = tiles.first + (second - first) * strip_bytes;
+        const uint8_t *tiles = matrix.weights + first * strip_bytes + tile * matrix.tile_bytes;
+        return {
+            {tiles, tiles + (second - first) * strip_bytes, min(left, slot_tiles) * matrix.tile_bytes}, left, slot_tiles};
     }
 
     int chunk_, matrix_, round_; /* first slice of the chunk, first pair of the round */
     int chunk_slices_, pair_, slice_, units_left_;
-    int slot_tiles_, tiles_left_; /* of the run */
 };
-static_assert(sizeof(TileWalk) <= kWalkBytes, "the plan reserves too little");
+/* A warp's place in its walk, in shared memory. */
+struct WalkMemory {
+    TileRun run; /* of a warp that fills its ring itself */
+    TileWalk walk;
+};
+static_assert(sizeof(WalkMemory) <= kWalkBytes, "the plan reserves too little");
 
-__device__ inline TileWalk &walk_of_warp(const ProductPlan &plan, uint8_t *shared, int warp) {
-    return *reinterpret_cast<TileWalk *>(shared + plan.walks_offset + kWalkBytes * warp);
+__device__ inline WalkMemory &walk_of_warp(const ProductPlan &plan, uint8_t *shared, int warp) {
+    return *reinterpret_cast<WalkMemory *>(shared + plan.walks_offset + kWalkBytes * warp);
 }
 
-/* The threads of a block that multiply, beside a warp that feeds their rings. */
+/* The threads of a block that multiply, beside warps that feed their rings. */
 struct FedMultipliers {
-    int count;
+    int count, feeders;
 
-    __device__ explicit FedMultipliers(const ProductPlan &plan) : count(kWarp * plan.warps) {}
+    __device__ explicit FedMultipliers(const ProductPlan &plan)
+        : count(kWarp * plan.warps), feeders(kWarp * plan.feeders) {}
     __device__ __forceinline__ void sync() const { named_barrier_sync(1, count); }
-    /* Once, with the warp that feeds, before rings are used. */
-    __device__ __forceinline__ void meet_feeder() const { named_barrier_sync(2, count + kWarp); }
+    /* With those that feed: before rings are used, and when activations are there. */
+    __device__ __forceinline__ void meet_feeders() const { named_barrier_sync(2, count + feeders); }
 };
 
 /* The same where all threads multiply. */
@@ -160,48 +171,47 @@ struct OwnMultipliers {
 
     __device__ explicit OwnMultipliers(const ProductPlan &plan) : count(kWarp * plan.warps) {}
     __device__ __forceinline__ void sync() const { __syncthreads(); }
-    __device__ __forceinline__ void meet_feeder() const {}
+    __device__ __forceinline__ void meet_feeders() const {}
 };
 
-/* Rings that the copy engine fills: lane w of a warp of its own goes through the walk of warp w and starts the copies, so
- * that this costs the products neither instructions nor registers. */
-__device__ inline void feed_rings(const Share &share, const ProductPlan &plan, uint8_t *shared, int passes) {
-    const int warp = threadIdx.x % kWarp;
+/* Rings that the copy engine fills: a lane of warps of their own goes through the walk of a multiplying warp and starts its
+ * copies, so that this costs the products neither instructions nor registers. A warp starts one copy after the other, and
+ * that takes its time: the rings are shared out between the feeders. */
+__device__ inline void feed_rings(const Share &share, const ProductPlan &plan, uint8_t *shared, int feeder, int passes) {
+    const int warp = feeder + plan.feeders * (threadIdx.x % kWarp);
     const bool feeds = warp < plan.warps;
     const RingMemory memory = ring_memory(plan, shared, feeds ? warp : 0);
-    RingFeeder feeder(memory);
-    TileWalk &walk = walk_of_warp(plan, shared, feeds ? warp : 0);
+    RingFeeder ring(memory);
+    TileWalk &walk = walk_of_warp(plan, shared, feeds ? warp : 0).walk;
+    TileRun run{};
+    const auto push = [&] {
+        ring.push(run.tiles);
+        if (!run.next()) run = walk.next_run(share, plan, warp);
+    };
     if (feeds) {
         RingFeeder::init(memory);
-        walk.start(share, plan, warp);
-        if (!walk.done()) {
-            feeder.push(walk.tiles);
-            walk.next(share, plan, warp);
-        }
+        run = walk.start(share, plan, warp);
+        if (run.left > 0) push();
     }
-    FedMultipliers(plan).meet_feeder();
+    FedMultipliers(plan).meet_feeders(); /* rings may be used */
+    FedMultipliers(plan).meet_feeders(); /* activations are there, which the copies of the other slots are not to delay */
     if (!feeds) return;
-    dependency_wait(); /* the other slots come with the activations: their copies are not to delay those */
     for (int pass = 0;;) {
-        while (!walk.done()) {
-            if (!feeder.ready()) {
-                pause();
-                continue;
-            }
-            feeder.push(walk.tiles);
-            walk.next(share, plan, warp);
+        while (run.left > 0) { /* lanes stay together, so that what they do costs about as much as one's */
+            ring.wait();
+            push();
         }
         if (++pass >= passes) return;
-        walk.start(share, plan, warp);
+        run = walk.start(share, plan, warp);
     }
 }
 
 /* What is left for the warp itself. */
 class FedTiles {
   public:
-    __device__ FedTiles(const RingMemory &memory, TileWalk &, int lane) : ring_(memory, lane) {}
+    __device__ FedTiles(const RingMemory &memory, WalkMemory &, int lane) : ring_(memory, lane) {}
     __device__ __forceinline__ void start(const Share &, const ProductPlan &, int) {}
-    __device__ __forceinline__ void fill() {}
+    __device__ __forceinline__ void fill() {} /* feeders do at the second meeting */
     __device__ __forceinline__ const uint8_t *front() const { return ring_.front(); }
     __device__ __forceinline__ void pop() { ring_.pop(); }
 
@@ -212,12 +222,12 @@ class FedTiles {
 /* A ring that its own warp fills. */
 template <class Ring> class OwnTiles {
   public:
-    __device__ OwnTiles(const RingMemory &memory, TileWalk &walk, int lane)
-        : ring_(memory, lane), walk_(walk), lane_(lane) {}
+    __device__ OwnTiles(const RingMemory &memory, WalkMemory &place, int lane)
+        : ring_(memory, lane), place_(place), lane_(lane) {}
     /* For each pass over the weights: brings the first tiles. */
     __device__ void start(const Share &share, const ProductPlan &plan, int warp) {
         share_ = &share, plan_ = &plan, warp_ = warp;
-        if (lane_ == 0) walk_.start(share, plan, warp);
+        if (lane_ == 0) place_.run = place_.walk.start(share, plan, warp);
         push();
     }
     /* Fills the rest of the ring; once a pass, before the first front(). */
@@ -233,14 +243,14 @@ template <class Ring> class OwnTiles {
   private:
     __device__ __forceinline__ void push() {
         __syncwarp();
-        if (walk_.done()) return;
-        ring_.push(walk_.tiles);
+        if (place_.run.left <= 0) return;
+        ring_.push(place_.run.tiles);
         __syncwarp();
-        if (lane_ == 0) walk_.next(*share_, *plan_, warp_);
+        if (lane_ == 0 && !place_.run.next()) place_.run = place_.walk.next_run(*share_, *plan_, warp_);
     }
 
     Ring ring_;
-    TileWalk &walk_;
+    WalkMemory &place_;
     const Share *share_;
     const ProductPlan *plan_;
     int warp_, lane_;

@@ -6,7 +6,6 @@
 #ifndef COLI_CUDA_KERNELS_RING_CUH
 #define COLI_CUDA_KERNELS_RING_CUH
 
-#include "../ptx/barrier.cuh"
 #include "../ptx/copy.cuh"
 #include "tiles.cuh"
 
@@ -56,8 +55,8 @@ class RingFeeder {
         }
         barrier_init_fence();
     }
-    /* Whether the next slot is free. */
-    __device__ __forceinline__ bool ready() const { return barrier_done(position_.emptied(), position_.phase() ^ 1); }
+    /* Until the next slot is free. */
+    __device__ __forceinline__ void wait() const { barrier_wait(position_.emptied(), position_.phase() ^ 1); }
     __device__ __forceinline__ void push(const TilePair &tiles) {
         barrier_expect(position_.filled(), 2 * tiles.bytes);
         copy_bulk(position_.slot(), tiles.first, tiles.bytes, position_.filled());
