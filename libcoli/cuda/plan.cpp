@@ -30,10 +30,9 @@ std::array<Slots, 4> slots_to_try(int rows) {
     return {{{1, 2}, {1, 3}, {2, 2}, {1, 1}}};
 }
 
-/* Kernels for any format start at four rows. */
 int pass_rows_for(const GpuTraits &gpu, const ProductTask &task, Path path, bool limbs_only) {
     const int most = most_pass_rows(gpu.capability, path);
-    int rows = limbs_only ? 1 : 4;
+    int rows = least_pass_rows(gpu.capability, path, limbs_only);
     while (rows < most && rows < task.rows) rows *= 2;
     return rows;
 }
@@ -94,9 +93,11 @@ int cost_of(const ProductTask &task, const ProductPlan &plan) {
         steps += full * coli_ceil_div(plan.round_pairs * count, plan.warps) + coli_ceil_div(rest * count, plan.warps);
         rounds += full + (rest > 0);
     }
-    /* a copy of one tile at a time keeps the warp waiting for the copy engine */
-    if (task.rows == 1 && plan.slot_bytes == 2 * task.tile_bytes) steps += steps / 12;
-    return kBlockCost + task.matrices * (steps * kUnitCost * (plan.warps + 12) / 24 + rounds * kRoundCost);
+    int work = steps * kUnitCost * (plan.warps + 12) / 24;
+    /* what keeps the warp waiting for the copy engine: copies of one tile at a time, and only one under way */
+    if (task.rows == 1 && plan.slot_bytes == 2 * task.tile_bytes) work += work / 12;
+    if (plan.stages == 1) work += work / 3;
+    return kBlockCost + task.matrices * (work + rounds * kRoundCost);
 }
 
 /* Chunks and rounds for the plan's blocks, warps and stages: the largest chunk that fits, then the round that takes the
@@ -202,7 +203,8 @@ std::vector<ProductPlan> all_variants(const GpuTraits &gpu) {
         for (bool limbs_only : {false, true}) {
             if (limbs_only && path == Path::kPlain) continue;
             if (product_path(gpu.capability, path, limbs_only) != path) continue;
-            for (int rows = limbs_only ? 1 : 4; rows <= most_pass_rows(gpu.capability, path); rows *= 2) {
+            for (int rows = least_pass_rows(gpu.capability, path, limbs_only); rows <= most_pass_rows(gpu.capability, path);
+                 rows *= 2) {
                 ProductPlan plan{};
                 plan.path = path, plan.limbs_only = limbs_only, plan.pass_rows = rows;
                 variants.push_back(plan);

@@ -66,6 +66,12 @@ COLI_FN constexpr int product_threads(int capability, Path path, int pass_rows, 
     const int threads = many ? 384 : 256;
     return capability == 90 ? threads : threads - service_threads(capability, path);
 }
+/* Kernels for any format start at four rows; on GPUs of 10.x the compiler gets along with eight rows better than with four.
+ */
+COLI_FN constexpr int least_pass_rows(int capability, Path path, bool limbs_only) {
+    if (limbs_only) return 1;
+    return path == Path::kAmpere && capability / 10 == 10 ? 8 : 4;
+}
 /* The path of kernels that stand for `path`: those for any format and the copy engine fit the registers of Hopper alone. */
 COLI_FN constexpr Path product_path(int capability, Path path, bool limbs_only) {
     return path == Path::kHopper && capability != 90 && !limbs_only ? Path::kAmpere : path;

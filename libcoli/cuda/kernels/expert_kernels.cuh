@@ -193,6 +193,7 @@ __device__ inline RowSource source_of_expert(const GroupParams &p, const Product
 /* Whether a plan for the GPU at hand may be this kernel. */
 template <class OnPath, bool LIMBS_ONLY> __device__ constexpr bool taken_by_plans(int rows) {
     return product_path(kCompiledFor, OnPath::kPath, LIMBS_ONLY) == OnPath::kPath &&
+           rows >= least_pass_rows(kCompiledFor, OnPath::kPath, LIMBS_ONLY) &&
            rows <= most_pass_rows(kCompiledFor, OnPath::kPath) && (kCompiledFor >= 90 || !OnPath::kCopyEngine) &&
            (kCompiledFor >= 80 || !OnPath::kTensorCores);
 }

@@ -366,13 +366,14 @@ struct Fp8TableHalf : ByteHalf {
 };
 
 /* Groups that are no whole number of sub-blocks: every weight finds its scale in the plane. */
-struct Int4AnyGroupHalf : NibbleHalf {
+struct Int4AnyGroupHalf {
     static constexpr float kUnit = 1.0f;
+    const uint8_t *pieces; /* read when they are wanted: registers are short here */
     const float *plane;
     int group_size, groups, first_row, first_column;
 
     __device__ __forceinline__ void load(const uint8_t *tile, int half, int lane, const TilePlace &place) {
-        load_words(tile, half, lane);
+        pieces = tile + 1024 * half + 16 * lane;
         plane = static_cast<const float *>(place.matrix.scales);
         group_size = place.matrix.group_size;
         groups = coli_ceil_div(place.columns, group_size);
@@ -384,10 +385,11 @@ struct Int4AnyGroupHalf : NibbleHalf {
     template <class Tables>
     __device__ __forceinline__ void weights(int b, int r, const Tables &, float (&w)[COLI_LANE]) const {
         const size_t first = static_cast<size_t>(min(first_row + 8 * r, rows - 1)) * groups;
+        const uint32_t word = *reinterpret_cast<const uint32_t *>(pieces + 512 * (b / 2) + 8 * (b % 2) + 4 * r);
         const int column = keep(first_column + kSubblockColumns * b); /* eight loads at a time, not all of the half */
 #pragma unroll
         for (int j = 0; j < COLI_LANE; j++) {
-            const int code = static_cast<int>(words[2 * b + r] >> 4 * (2 * (j % 4) + j / 4) & 15u) - 8;
+            const int code = static_cast<int>(word >> 4 * (2 * (j % 4) + j / 4) & 15u) - 8;
             w[j] = static_cast<float>(code) * plane[first + min((column + j) / group_size, groups - 1)];
         }
     }
