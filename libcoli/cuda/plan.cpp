@@ -53,9 +53,9 @@ int largest_share(const ProductTask &task, int blocks) {
     return coli_ceil_div(coli_ceil_div(task.O, kPairRows), blocks);
 }
 
-/* A rotation in the block needs a whole row in shared memory, and all slices of all rows at once. */
+/* A rotation in the block needs all rows of a pass in shared memory, and all their slices at once. */
 bool fuses_rotation(const ProductTask &task, const ProductPlan &plan) {
-    return plan.pass_rows <= 4 && task.I <= kRotationPiece && plan.chunk_slices == slices_of(task.I);
+    return plan.pass_rows <= kRotatedTogether && task.I <= kRotationPiece && plan.chunk_slices == slices_of(task.I);
 }
 
 /* Lays out shared memory; false when the plan needs more than there is. */

@@ -45,6 +45,7 @@ template <int N> __device__ __forceinline__ void copy_async_wait() {}
 __device__ __forceinline__ void named_barrier_sync(int, int) {
     __trap();
 }
+__device__ __forceinline__ void pause() {}
 __device__ __forceinline__ void barrier_init(uint64_t *, unsigned) {
     __trap();
 }
@@ -59,6 +60,10 @@ __device__ __forceinline__ void barrier_arrive(uint64_t *) {
 }
 __device__ __forceinline__ void barrier_wait(uint64_t *, unsigned) {
     __trap();
+}
+__device__ __forceinline__ bool barrier_done(uint64_t *, unsigned) {
+    __trap();
+    return true;
 }
 __device__ __forceinline__ void copy_bulk(void *, const void *, uint32_t, uint64_t *) {
     __trap();

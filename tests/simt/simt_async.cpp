@@ -279,22 +279,41 @@ SIMT_UNTRACED void barrier_arrive(uint64_t *address, Location where) {
     arrive(use_barrier(address, "barrier_arrive", where), "barrier_arrive", where);
 }
 
-SIMT_UNTRACED void barrier_wait(uint64_t *address, unsigned parity, Location where) {
-    TransactionBarrier &barrier = use_barrier(address, "barrier_wait", where);
-    if (parity > 1) fail("barrier_wait at %s:%d: the parity is %u", where.file, where.line, parity);
+/* Lets the barrier's copies arrive, and the phase end, if it is that phase and nobody else is to come. */
+SIMT_UNTRACED static bool ended(TransactionBarrier &barrier, unsigned parity, const char *operation, Location where) {
+    if ((barrier.phase & 1) != parity) return true;
+    if (barrier.pending) return false;
+    for (; barrier.copies.first; let_first_arrive(barrier.copies)) barrier.bytes -= barrier.copies.first->bytes;
+    if (barrier.bytes < 0) {
+        fail("%s at %s:%d: %lld bytes more than the phase expects have arrived", operation, where.file, where.line,
+             -(long long)barrier.bytes);
+    }
+    end_phase(barrier);
+    return (barrier.phase & 1) != parity;
+}
+
+SIMT_UNTRACED static TransactionBarrier &barrier_to_ask(uint64_t *address, unsigned parity, const char *operation,
+                                                        Location where) {
+    TransactionBarrier &barrier = use_barrier(address, operation, where);
+    if (parity > 1) fail("%s at %s:%d: the parity is %u", operation, where.file, where.line, parity);
     dawdle();
-    while ((barrier.phase & 1) == parity) {
-        if (barrier.pending == 0) {
-            for (; barrier.copies.first; let_first_arrive(barrier.copies)) barrier.bytes -= barrier.copies.first->bytes;
-            if (barrier.bytes < 0) {
-                fail("barrier_wait at %s:%d: %lld bytes more than the phase expects have arrived", where.file, where.line,
-                     -(long long)barrier.bytes);
-            }
-            end_phase(barrier);
-        }
-        if ((barrier.phase & 1) == parity) wait_among(barrier.waiting, "barrier_wait", where);
+    return barrier;
+}
+
+SIMT_UNTRACED void barrier_wait(uint64_t *address, unsigned parity, Location where) {
+    TransactionBarrier &barrier = barrier_to_ask(address, parity, "barrier_wait", where);
+    while (!ended(barrier, parity, "barrier_wait", where)) wait_among(barrier.waiting, "barrier_wait", where);
+    acquire(&barrier.passed[parity]);
+}
+
+SIMT_UNTRACED bool barrier_done(uint64_t *address, unsigned parity, Location where) {
+    TransactionBarrier &barrier = barrier_to_ask(address, parity, "barrier_done", where);
+    if (!ended(barrier, parity, "barrier_done", where)) {
+        yield(); /* who asks again is to be answered otherwise some day */
+        return false;
     }
     acquire(&barrier.passed[parity]);
+    return true;
 }
 
 SIMT_UNTRACED void copy_bulk(void *shared, const void *global, uint32_t bytes, uint64_t *address, Location where) {

@@ -24,6 +24,7 @@ void barrier_init_fence(Location where = Location::here());
 void barrier_expect(uint64_t *barrier, uint32_t bytes, Location where = Location::here());
 void barrier_arrive(uint64_t *barrier, Location where = Location::here());
 void barrier_wait(uint64_t *barrier, unsigned parity, Location where = Location::here());
+bool barrier_done(uint64_t *barrier, unsigned parity, Location where = Location::here());
 void copy_bulk(void *shared, const void *global, uint32_t bytes, uint64_t *barrier, Location where = Location::here());
 void proxy_fence(Location where = Location::here());
 

@@ -208,13 +208,13 @@ __device__ __forceinline__ bool stays_to_multiply(const GroupParams &p, const Pr
     constexpr int kTaken = (kEach * (kMostWarps + 4) - 4 * kGiven) / kMostWarps / 8 * 8;
     const int warp = warp_of_block();
     if (warp >= plan.first_feeder) {
-        if (kCompiledFor == 90) give_registers<kGiven>();
+        if (kHandsRegistersOver) give_registers<kGiven>();
         const ExpertEntry &expert = p.experts[blockIdx.y];
         feed_rings(share_of_expert(p, plan, expert), plan, dynamic_shared(), warp - plan.first_feeder,
                    coli_ceil_div(expert.rows, ROWS));
         return false;
     }
-    if (kCompiledFor == 90) take_registers<kTaken>();
+    if (kHandsRegistersOver) take_registers<kTaken>();
     return warp < plan.warps;
 }
 
@@ -223,7 +223,10 @@ __global__ void __launch_bounds__(product_threads(kCompiledFor, OnPath::kPath, R
                                       service_threads(kCompiledFor, OnPath::kPath),
                                   1)
     expert_product(const __grid_constant__ GroupParams p, const __grid_constant__ ProductPlan plan) {
-    if (!taken_by_plans<OnPath, LIMBS_ONLY>(ROWS)) return; /* nothing more to compile */
+    if (!taken_by_plans<OnPath, LIMBS_ONLY>(ROWS)) { /* nothing more to compile */
+        __trap();                                    /* a plan for another GPU than this was compiled for */
+        return;
+    }
     constexpr int kMostThreads = product_threads(kCompiledFor, OnPath::kPath, ROWS, LIMBS_ONLY);
     dependency_trigger();
     const ExpertEntry &expert = p.experts[blockIdx.y];

@@ -193,13 +193,16 @@ __device__ inline void feed_rings(const Share &share, const ProductPlan &plan, u
         run = walk.start(share, plan, warp);
         if (run.left > 0) push();
     }
+    __syncwarp();
     FedMultipliers(plan).meet_feeders(); /* rings may be used */
     FedMultipliers(plan).meet_feeders(); /* activations are there, which the copies of the other slots are not to delay */
     if (!feeds) return;
     for (int pass = 0;;) {
-        while (run.left > 0) { /* lanes stay together, so that what they do costs about as much as one's */
-            ring.wait();
-            push();
+        while (run.left > 0) { /* no lane waits: others' warps may need tiles before this one's hands a slot back */
+            if (ring.ready())
+                push();
+            else
+                pause();
         }
         if (++pass >= passes) return;
         run = walk.start(share, plan, warp);

@@ -55,8 +55,8 @@ class RingFeeder {
         }
         barrier_init_fence();
     }
-    /* Until the next slot is free. */
-    __device__ __forceinline__ void wait() const { barrier_wait(position_.emptied(), position_.phase() ^ 1); }
+    /* Whether the next slot is free. */
+    __device__ __forceinline__ bool ready() const { return barrier_done(position_.emptied(), position_.phase() ^ 1); }
     __device__ __forceinline__ void push(const TilePair &tiles) {
         barrier_expect(position_.filled(), 2 * tiles.bytes);
         copy_bulk(position_.slot(), tiles.first, tiles.bytes, position_.filled());

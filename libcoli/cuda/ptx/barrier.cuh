@@ -12,11 +12,18 @@ namespace coli {
 
 using simt::named_barrier_sync;
 
+__device__ __forceinline__ void pause() {}
+
 #else
 
 /* Waits until `threads` threads, whole warps, have come to barrier `id`: 1 to 15, since __syncthreads() is 0. */
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/* Some tens of nanoseconds in which a thread that waits leaves the multiprocessor to others. */
+__device__ __forceinline__ void pause() {
+    __nanosleep(40);
 }
 
 #endif

@@ -21,6 +21,7 @@ namespace coli {
 #elif defined(COLI_SIMT)
 
 using simt::barrier_arrive;
+using simt::barrier_done;
 using simt::barrier_expect;
 using simt::barrier_init;
 using simt::barrier_init_fence;
@@ -57,7 +58,7 @@ template <int N> __device__ __forceinline__ void copy_async_wait() {
 #define COLI_SM90(...) __trap()
 #endif
 
-/* By one thread, then barrier_init_fence() by the same one, then a __syncthreads() before others use the barrier. */
+/* By one thread, then barrier_init_fence() by the same one, then a barrier of the threads that use it. */
 __device__ __forceinline__ void barrier_init(uint64_t *barrier, unsigned arrivals) {
     COLI_SM90("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
@@ -84,6 +85,18 @@ __device__ __forceinline__ void barrier_wait(uint64_t *barrier, unsigned parity)
                   "}" : "=r"(ended) : "r"(shared_address(barrier)),
                   "r"(parity) : "memory");
     } while (!ended);
+}
+
+/* Whether that phase has ended; does not wait. */
+__device__ __forceinline__ bool barrier_done(uint64_t *barrier, unsigned parity) {
+    uint32_t passed = 1;
+    COLI_SM90("{\n"
+              ".reg .pred ended;\n"
+              "mbarrier.test_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+              "selp.u32 %0, 1, 0, ended;\n"
+              "}" : "=r"(passed) : "r"(shared_address(barrier)),
+              "r"(parity) : "memory");
+    return passed;
 }
 
 /* Both addresses and the size are multiples of 16. The bytes are the first to leave L2: nobody reads weights twice. */

@@ -24,6 +24,13 @@
 
 namespace coli {
 
+/* Whether warps can hand registers over: other targets have no such instruction. */
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(COLI_SIMT)
+constexpr bool kHandsRegistersOver = true;
+#else
+constexpr bool kHandsRegistersOver = false;
+#endif
+
 constexpr int kWgmmaRowBytes = 128;
 constexpr int kWgmmaRows = 8;
 
