@@ -193,7 +193,6 @@ __device__ inline void feed_rings(const Share &share, const ProductPlan &plan, u
         run = walk.start(share, plan, warp);
         if (run.left > 0) push();
     }
-    __syncwarp();
     FedMultipliers(plan).meet_feeders(); /* rings may be used */
     FedMultipliers(plan).meet_feeders(); /* activations are there, which the copies of the other slots are not to delay */
     if (!feeds) return;

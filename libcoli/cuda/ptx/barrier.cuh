@@ -18,6 +18,7 @@ __device__ __forceinline__ void pause() {}
 
 /* Waits until `threads` threads, whole warps, have come to barrier `id`: 1 to 15, since __syncthreads() is 0. */
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+    __syncwarp(); /* lanes that went different ways come together */
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
