@@ -140,6 +140,11 @@ void Staging::release() {
     if (stream) ignore(cudaStreamDestroy(stream));
 }
 
+cudaError_t Staging::cross(cudaStream_t from, cudaStream_t to) const {
+    const cudaError_t result = cudaEventRecord(crossed, from);
+    return result == cudaSuccess ? cudaStreamWaitEvent(to, crossed, 0) : result;
+}
+
 /*------   One device   ------*/
 
 cudaError_t read_traits(int device, GpuTraits *gpu) {

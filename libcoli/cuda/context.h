@@ -64,6 +64,8 @@ struct Staging {
     /* Once: all of it is kept until the context closes. */
     bool reserve();
     void release();
+    /* Lets one stream wait for what is on another. */
+    cudaError_t cross(cudaStream_t from, cudaStream_t to) const;
     uint8_t *host_slot(int slot) const { return host.bytes() + slot * kSlotBytes; }
     uint8_t *device_slot(int slot) const { return device.as<uint8_t>() + slot * kSlotBytes; }
 };

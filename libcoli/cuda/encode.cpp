@@ -90,8 +90,7 @@ class Encoding {
         float *weights = reinterpret_cast<float *>(staging_.device_slot(index));
         cudaError_t result = cudaMemcpyAsync(weights, staging_.host_slot(index), slot.rows * row_floats_ * sizeof(float),
                                              cudaMemcpyHostToDevice, staging_.stream);
-        if (result == cudaSuccess) result = cudaEventRecord(staging_.crossed, staging_.stream);
-        if (result == cudaSuccess) result = cudaStreamWaitEvent(context_.stream, staging_.crossed, 0);
+        if (result == cudaSuccess) result = staging_.cross(staging_.stream, context_.stream);
         if (result == cudaSuccess) result = launch(weights, slot.rows);
         if (result == cudaSuccess)
             result = cudaMemcpyAsync(host_blocks(index), buffers_.blocks.as<void>(), slot.rows * row_bytes_,

@@ -223,7 +223,7 @@ class Transfer {
     bool send(int slot) {
         jobs_[slot].finish();
         cudaError_t result = copy(slot, cudaMemcpyHostToDevice);
-        if (result == cudaSuccess) result = cross(staging_.stream, context_.stream);
+        if (result == cudaSuccess) result = staging_.cross(staging_.stream, context_.stream);
         if (result == cudaSuccess) result = launch_pack(layout(slot), context_.stream);
         if (result == cudaSuccess) result = cudaEventRecord(staging_.passed[slot], context_.stream);
         return done(result, "uploading", slots_[slot]);
@@ -232,16 +232,10 @@ class Transfer {
     /* From the tiles to the host. */
     bool fetch(int slot) {
         cudaError_t result = launch_unpack(layout(slot), context_.stream);
-        if (result == cudaSuccess) result = cross(context_.stream, staging_.stream);
+        if (result == cudaSuccess) result = staging_.cross(context_.stream, staging_.stream);
         if (result == cudaSuccess) result = copy(slot, cudaMemcpyDeviceToHost);
         if (result == cudaSuccess) result = cudaEventRecord(staging_.passed[slot], staging_.stream);
         return done(result, "downloading", slots_[slot]);
-    }
-
-    /* Lets one stream wait for the other. */
-    cudaError_t cross(cudaStream_t from, cudaStream_t to) const {
-        const cudaError_t result = cudaEventRecord(staging_.crossed, from);
-        return result == cudaSuccess ? cudaStreamWaitEvent(to, staging_.crossed, 0) : result;
     }
 
     /* Between a slot's part on the device and its part on the host, or the caller's memory. */
