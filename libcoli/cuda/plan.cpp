@@ -55,7 +55,7 @@ int largest_share(const ProductTask &task, int blocks) {
 
 /* A rotation in the block needs all rows of a pass in shared memory, and all their slices at once. */
 bool fuses_rotation(const ProductTask &task, const ProductPlan &plan) {
-    return plan.pass_rows <= kRotatedTogether && task.I <= kRotationPiece && plan.chunk_slices == slices_of(task.I);
+    return plan.pass_rows <= kMostRotatedRows && task.I <= kRotationPiece && plan.chunk_slices == slices_of(task.I);
 }
 
 /* Lays out shared memory; false when the plan needs more than there is. */
@@ -76,8 +76,7 @@ bool place_memory(const GpuTraits &gpu, const ProductTask &task, ProductPlan &pl
     plan.partials_floats = plan.round_pairs * plan.chunk_slices * rows * kPairRows;
     plan.partials_offset = place(2 * static_cast<size_t>(plan.partials_floats) * sizeof(float));
     plan.totals_offset = place(static_cast<size_t>(task.matrices) * share * rows * kPairRows * sizeof(float));
-    const int rotated = plan.rotate ? std::min(rows, kRotatedTogether) : 0;
-    plan.rotated_offset = place(static_cast<size_t>(rotated) * task.I * sizeof(float));
+    plan.rotated_offset = place(plan.rotate ? static_cast<size_t>(rows) * task.I * sizeof(float) : 0);
     plan.signs_offset = place(plan.rotate ? task.I / 4 + 1 : 0);
     plan.shared_bytes = static_cast<int>(std::min<size_t>(end, INT32_MAX));
     return end <= static_cast<size_t>(gpu.shared_bytes);

@@ -36,8 +36,8 @@ constexpr int kMaxGrid = 65535;
 /* Elements of a rotation block that one thread block transforms in shared memory (32 KB). */
 constexpr int kRotationPiece = 8192;
 constexpr int kRotationThreads = 256;
-/* Rows that a block of a product rotates together. */
-constexpr int kRotatedTogether = 4;
+/* Rows of a pass that a block of a product rotates itself, at most. */
+constexpr int kMostRotatedRows = 4;
 
 /* What of a GPU the choices depend on. */
 struct GpuTraits {
@@ -99,8 +99,8 @@ struct ProductPlan {
     int threads;   /* of a block */
     int warps;     /* that multiply; with the copy engine others feed them: */
     int first_feeder, feeders;
-    int stages;       /* tiles of each warp that are on their way or in work */
-    int slot_bytes;   /* of a stage: one tile, or those of a slice, of two strips */
+    int stages;       /* slots of each warp, on their way or in work */
+    int slot_bytes;   /* one tile, or those of a slice, of two strips */
     int chunk_slices; /* slices whose activations are in shared memory together */
     int round_pairs;  /* pairs of strips between two barriers */
     bool codebook;    /* a matrix is E8 */

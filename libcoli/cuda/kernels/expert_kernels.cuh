@@ -73,7 +73,7 @@ __device__ void prepare_rows(const Team &team, const FloatRows &x, int count, in
 
 /* Rows that are rotated on the way, in shared memory. */
 struct RotationMemory {
-    float *rows;    /* [kRotatedTogether][columns] */
+    float *rows;    /* [kMostRotatedRows][columns] */
     uint8_t *signs; /* the table as far as it is needed */
 };
 
@@ -103,8 +103,8 @@ template <class Path, class Team> __device__ void fetch_rows(const Team &team, c
 template <class Path, class Scheme, int TOGETHER, class Team>
 __device__ void rotate_and_prepare_rows(const Team &team, const FloatRows &x, int count, int slices,
                                         const RotationMemory &memory, const SplitRows &split) {
-    for (int first = 0; first < count; first += kRotatedTogether) {
-        const int rows = min(kRotatedTogether, count - first);
+    for (int first = 0; first < count; first += kMostRotatedRows) {
+        const int rows = min(kMostRotatedRows, count - first);
         if (first > 0) team.sync(); /* the last ones were read */
         fetch_rows<Path>(team, {x.data + first * x.stride, x.stride, x.columns}, rows, memory.rows);
         team.sync();

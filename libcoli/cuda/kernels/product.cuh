@@ -1,9 +1,10 @@
 /* kernels/product.cuh - a thread block multiplies a share of a matrix (or of gate and up) with up to 16 activation rows.
  *
  * The share is pairs of strips (32 weight rows). Their columns are cut into slices of 512, and a unit is one slice of one
- * pair. Warps work alone on units: tiles come through the warp's own ring, are decoded once for all activation rows, and
- * meet activations that the block has split in shared memory, into fp16 parts (activations.cuh) or into bytes (limbs.cuh).
- * Where those of all columns do not fit there, the block takes the columns in chunks of slices.
+ * pair. Warps work alone on units: tiles come through the warp's own ring, which it fills itself or, where the copy engine
+ * does, has filled by warps that only feed. They are decoded once for all activation rows, and meet activations that the
+ * block has split in shared memory, into fp16 parts (activations.cuh) or into bytes (limbs.cuh). Where those of all columns
+ * do not fit there, the block takes the columns in chunks of slices.
  *
  *     for each chunk: split its activations
  *         for each matrix, for each round (some pairs x the chunk's slices):
@@ -189,7 +190,7 @@ __device__ inline void feed_rings(const Share &share, const ProductPlan &plan, u
         if (!run.next()) run = walk.next_run(share, plan, warp);
     };
     if (feeds) {
-        RingFeeder::init(memory);
+        init_ring(memory, 1);
         run = walk.start(share, plan, warp);
         if (run.left > 0) push();
     }

@@ -17,8 +17,8 @@ struct TilePair {
     int bytes;
 };
 
-/* Where a warp's slots lie. Only the copy engine uses the barriers: of each slot one for being filled, then of each one for
- * being emptied. */
+/* Where the slots of a ring lie. Only the copy engine uses the barriers: of each slot one for being filled, then of each
+ * one for being emptied. */
 struct RingMemory {
     uint8_t *slots;
     uint64_t *barriers;
@@ -43,18 +43,19 @@ class RingPosition {
     unsigned phase_ = 0;
 };
 
+/* By one thread, before anybody uses the ring; a barrier of those that do must follow. `readers` warps hand a slot back. */
+__device__ inline void init_ring(const RingMemory &memory, int readers) {
+    for (int i = 0; i < memory.stages; i++) {
+        barrier_init(memory.barriers + i, 1);
+        barrier_init(memory.barriers + memory.stages + i, readers);
+    }
+    barrier_init_fence();
+}
+
 /* The end of a ring that one lane of another warp fills. */
 class RingFeeder {
   public:
     __device__ explicit RingFeeder(const RingMemory &memory) : position_(memory) {}
-    /* Before anybody uses the ring; a barrier of the block must follow. */
-    __device__ static void init(const RingMemory &memory) {
-        for (int i = 0; i < memory.stages; i++) {
-            barrier_init(memory.barriers + i, 1);
-            barrier_init(memory.barriers + memory.stages + i, 1);
-        }
-        barrier_init_fence();
-    }
     /* Whether the next slot is free. */
     __device__ __forceinline__ bool ready() const { return barrier_done(position_.emptied(), position_.phase() ^ 1); }
     __device__ __forceinline__ void push(const TilePair &tiles) {
@@ -68,7 +69,7 @@ class RingFeeder {
     RingPosition position_;
 };
 
-/* The warp's end of it. */
+/* A reading warp's end of a ring that others fill. */
 class FedRing {
   public:
     __device__ FedRing(const RingMemory &memory, int lane) : position_(memory), lane_(lane) {}
