@@ -83,6 +83,14 @@ def backend_without(library, folder, *names):
     return pycoli.open_backend(folder / "libcoli_cuda.so")
 
 
+def with_codebook(expert, codebook):
+    """E8 matrices with another codebook: their bytes mean something else then."""
+    return [pycoli.Weights.from_bytes(m.data, fmt="e8", shape=m.shape, codebook=codebook) for m in expert]
+
+
+OWN_CODEBOOK = bytes(range(4, 60)) * 18 + bytes(range(4, 20))
+
+
 def paths(layer, which="last", what="experts"):
     """The paths that did something: {"issue": 3, "cpu": 1}."""
     return {path: n for path, n in layer.stats()[which][what].items() if n}
@@ -911,6 +919,24 @@ class TestPlacement:
             lines = [line for line in capfd.readouterr().err.splitlines() if "stay on the CPU" in line]
         assert len(lines) == 5
         assert "3 of 7 experts stay on the CPU: other reasons" in lines[-1]
+
+    def test_what_no_gpu_takes_leaves_the_room_to_others(self, backend, rng):
+        """It is hottest, and the GPU is not to blame."""
+        own = with_codebook(expert_weights(dim=D, hidden=H), OWN_CODEBOOK)
+        experts = [expert_weights(("int3-g64",) * 3, D, H), expert_weights(("f32", "f32", "int3-g64"), D, H), own]
+        experts += e8_experts(2)
+        with pycoli.MoELayer(experts, devices="cpu") as layer:
+            layer.heat = [9, 8, 7, 1, 1]
+            layer.place(["cuda:0"])
+            assert layer.where == ["cpu"] * 3 + ["cuda:0"] * 2
+            assert layer.why_cpu(0) == layer.why_cpu(1) == "the GPU ABI has no int3-g64"
+            assert "its codebook is not the published one" in layer.why_cpu(2)
+            check_layer(layer, experts, rng, rows=2, top_k=5)
+
+    def test_what_an_old_library_does_not_take(self, old_backend):
+        experts = [*e8_experts(1), expert_weights(("int8",) * 3, D, H)]
+        with pycoli.MoELayer(experts, vram_budget=10**6) as layer:
+            assert layer.where == ["cpu", "cuda:0"]
 
     @pytest.mark.parametrize("budget", [0, 1000])
     def test_no_room_at_all(self, backend, budget):

@@ -161,6 +161,8 @@ static int find_paths(moe_expert *expert, const coli_backend *backend, const cha
     static const char *const features[] = {"issue_take", "expert_group", "expert_mlp"}; /* in the order of coli_moe_path */
     const coli_expert *m = &expert->matrices;
     int any = 0;
+    for (int i = 0; i < 3 && !*why; i++) *why = coli_placed_why_never(backend, matrix_of(m, i));
+    if (*why) return 0; /* a refused upload would be held against the GPU */
     for (int path = 0; path < COLI_MOE_CPU; path++) {
         const char *lacks = coli_backend_why_not_expert(backend, features[path], &m->gate, &m->up, &m->down);
         expert->can[path] = !lacks;
