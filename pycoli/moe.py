@@ -542,6 +542,7 @@ class _HostCopies:
         self.backend: Backend | None = None
         self.has_e8 = any(w.fmt == "e8" for triple in triples for w in triple)
         self._kinds = [[(w.fmt, w.shape, w.rotated) for w in triple] for triple in triples]
+        self._codebooks = [[w.codebook for w in triple] for triple in triples]  # which the layer in C points to
         self._held = dict(enumerate(triples))
         self._reread = reread
         self.struct = ffi.NULL
@@ -561,6 +562,8 @@ class _HostCopies:
             kinds = [(w.fmt, w.shape, w.rotated) for w in triple]
             if kinds != self._kinds[expert]:
                 raise ShapeError(f"reread({expert}) must give {self._kinds[expert]}, got {kinds}")
+            if [w.codebook for w in triple] != self._codebooks[expert]:
+                raise StateError(f"reread({expert}) must give matrices with the codebooks that the layer was made with")
         except BaseException as error:  # of the caller's function: it must not be lost in C
             _HERE.error = error
             return 0

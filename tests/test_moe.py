@@ -881,6 +881,44 @@ class TestHostCopies:
         assert caught.value.__cause__ is None
         layer.free()
 
+    def test_what_failed_in_a_call_that_fails_is_counted(self, backend, monkeypatch):
+        experts, works = e8_experts(2), [True]
+
+        def reread(number):
+            if not works[0]:
+                raise OSError("gone")
+            return experts[number]
+
+        with pycoli.MoELayer(experts, devices=["cuda:0"], reread=reread) as layer:
+            works[0] = False
+            monkeypatch.setenv("COLI_GPU_FAIL_AFTER", "0")
+            with refused(pycoli.StateError, "cannot be had back"):
+                layer(gaussian(1, D), [[0, 1]], np.ones((1, 2), np.float32))
+            stats = layer.stats()
+            failed = {step: 2 if why else 0 for step, why in stats["why_failed"].items()}
+            assert failed["single"] == 2
+            assert stats["last"]["failed"] == stats["total"]["failed"] == failed
+            assert stats["last"]["calls"] == stats["total"]["calls"] == sum(paths(layer).values()) == 0
+
+    def test_codebooks_of_their_own(self, rng):
+        """The layer has them for good, and no matrix is decoded with another."""
+        experts = e8_experts(2)
+        own = [with_codebook(expert, OWN_CODEBOOK) for expert in experts]
+
+        def reread(number):
+            return with_codebook(experts[number], bytes(OWN_CODEBOOK))
+
+        layer = pycoli.MoELayer([reread(0), reread(1)], devices="cpu", reread=reread)
+        gc.collect()
+        others = [bytes([7]) * 1024 for _ in range(100)]  # where the first ones were
+        check_layer(layer, own, rng)
+        assert len(others) == 100
+        layer.free()
+        with pycoli.MoELayer(experts, devices="cpu", reread=reread) as layer:
+            with pytest.raises(pycoli.StateError) as caught:
+                layer(gaussian(1, D), [[0]], np.ones((1, 1), np.float32))
+            assert "codebooks that the layer was made with" in str(caught.value.__cause__)
+
     def test_a_reread_of_another_kind(self):
         experts, other = e8_experts(1), expert_weights(("int8",) * 3, D, H)
         with pycoli.MoELayer(experts, devices="cpu", reread=lambda n: other) as layer:
@@ -1009,6 +1047,14 @@ class TestRepin:
             assert layer.where == ["cuda:0", "cpu"]
             layer.heat = [0, 50]
             assert layer.repin()["swaps"] == 0
+
+    def test_codebooks_must_be_the_same(self, backend):
+        """An expert that no GPU takes costs none its place there."""
+        own = with_codebook(expert_weights(dim=D, hidden=H), OWN_CODEBOOK)
+        with pycoli.MoELayer([own, *e8_experts(2)], devices=["cuda:0"]) as layer:
+            layer.heat = [50, 1, 1]
+            assert layer.repin()["failed"] == 0
+            assert layer.where == ["cpu", "cuda:0", "cuda:0"]
 
     def test_who_may_come_and_who_must_stay(self, backend):
         """What was used for less than a row does not come; the shared expert does not leave, whatever its heat."""

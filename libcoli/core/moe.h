@@ -40,7 +40,7 @@ struct coli_moe {
     uint64_t failures; /* that were noted */
 };
 
-/* Whether two experts are alike in all but their weights: formats, shapes, group sizes, flags. */
+/* Whether two experts are alike in all but their weights: formats, shapes, group sizes, flags, codebooks. */
 int moe_same_kind(const coli_expert *a, const coli_expert *b);
 /* Bytes of its weights and scales. */
 size_t moe_expert_bytes(const coli_expert *expert);

@@ -10,10 +10,11 @@
 
 enum { D = 64, H = 32, E = 3, K = 3 };
 
-typedef enum behaviour { GOOD, OTHER_KIND, SCRIBBLES_AND_FAILS, NO_LAST_ONE, NO_WEIGHTS } behaviour;
+typedef enum behaviour { GOOD, OTHER_KIND, SCRIBBLES_AND_FAILS, NO_LAST_ONE, NO_WEIGHTS, OTHER_CODEBOOK } behaviour;
 
 static coli_expert experts[E], others[E];
 static behaviour does;
+static const unsigned char other_codebook[1024] = {1};
 static int held; /* acquired and not released */
 
 static int acquire(void *user, int expert, coli_expert *matrices) {
@@ -22,6 +23,7 @@ static int acquire(void *user, int expert, coli_expert *matrices) {
     if (does == SCRIBBLES_AND_FAILS || (does == NO_LAST_ONE && expert == E - 1)) return 0;
     *matrices = does == OTHER_KIND ? others[expert] : experts[expert];
     if (does == NO_WEIGHTS) matrices->up.weights = NULL;
+    if (does == OTHER_CODEBOOK) matrices->down.codebook = other_codebook;
     held++;
     return 1;
 }
@@ -64,6 +66,7 @@ static void check_acquire(const coli_moe_host *host) {
     check_refused(layer, OTHER_KIND, "acquire gave other matrices for expert 0", 0);
     check_refused(layer, SCRIBBLES_AND_FAILS, "expert 0 cannot be had back", 0);
     check_refused(layer, NO_WEIGHTS, "what acquire gave for expert 0: up", 0);
+    check_refused(layer, OTHER_CODEBOOK, "acquire gave other matrices for expert 0", 0);
     check_refused(layer, NO_LAST_ONE, "expert 2 cannot be had back", 2);
     does = GOOD;
     float x[D], y[D], wanted[D];

@@ -66,8 +66,8 @@ typedef struct coli_expert {
  * must not call libcoli. */
 typedef struct coli_moe_host {
     /* Sets the `weights` and `scales` pointers of the three matrices for expert `expert` (count: the shared one); they stay
-     * valid until release. 1, or 0 where they cannot be had. Matrices of another kind than those of the layer are refused
-     * (COLI_E_STATE), and released. */
+     * valid until release. 1, or 0 where they cannot be had. Matrices of another kind than those of the layer, or with
+     * another codebook, are refused (COLI_E_STATE), and released. */
     int (*acquire)(void *user, int expert, coli_expert *matrices);
     /* The copies are not needed any more: the expert is on a GPU, or the layer is freed. */
     void (*release)(void *user, int expert);
@@ -78,9 +78,9 @@ typedef struct coli_moe_host {
 typedef struct coli_moe coli_moe;
 
 /* A layer of `count` experts of one shape, and with `shared` an expert that every row passes (its H may differ). The
- * structs are copied, the weights are not: they must outlive the layer. With `host`, the weights and scales pointers of the
- * experts are ignored, and asked for when they are needed. COLI_E_SHAPE, COLI_E_FORMAT, ... name the expert that does not
- * fit. */
+ * structs are copied, weights and codebooks are not: they must outlive the layer. With `host`, the weights and scales
+ * pointers of the experts are ignored, and asked for when they are needed; codebooks are kept as ever. COLI_E_SHAPE,
+ * COLI_E_FORMAT, ... name the expert that does not fit. */
 COLI_API coli_status coli_moe_create(const coli_expert *experts, int count, const coli_expert *shared,
                                      const coli_moe_host *host, coli_moe **layer);
 /* Releases the layer and its tensors; no other call on it may be in progress. NULL is allowed. */
@@ -132,8 +132,8 @@ typedef struct coli_moe_repinned {
 } coli_moe_repinned;
 
 /* Swaps the hottest experts on the CPU for the coldest on GPUs by overwriting these in place, where all three matrices have
- * the same formats and shapes, while the hotter's heat is above (1 + hysteresis) times the colder's and at least one row;
- * at most `max_swaps` (0: no limit). Waits for calls in progress. `result` may be NULL. */
+ * the same formats, shapes and codebooks, while the hotter's heat is above (1 + hysteresis) times the colder's and at least
+ * one row; at most `max_swaps` (0: no limit). Waits for calls in progress. `result` may be NULL. */
 COLI_API coli_status coli_moe_repin(coli_moe *const *layers, int layer_count, double hysteresis, int max_swaps,
                                     coli_moe_repinned *result);
 
