@@ -708,7 +708,37 @@ class TestFaults:
             check_layer(layer, experts, rng)
             assert set(paths(layer)) == {"cpu"}
             assert layer.why_cpu(0)
-        backend._started_in = None
+            backend._started_in = None
+            layer.place(["cuda:0"])  # tensors that are gone do not count as placed
+            assert layer.where == ["cuda:0"] * 4
+            check_layer(layer, experts, rng)
+            assert set(paths(layer)) == {"issue"}
+
+    @pytest.mark.parametrize(("rows", "step"), [(1, "take"), (300, None)])
+    def test_a_shutdown_with_work_in_flight(self, simulated, rng, rows, step):
+        """The host does it while the layer computes its CPU experts, GPU experts being under way."""
+        experts, shut_down = e8_experts(4), pycoli.open_backend()._entry("coli_cuda_shutdown")
+        ends = []
+
+        def reread(number):
+            if ends:
+                ends.pop()()
+            return experts[number]
+
+        budget = room_for(experts, 2)
+        with pycoli.MoELayer(experts, devices=["cuda:0"], vram_budget=budget, reread=reread) as layer:
+            ends.append(shut_down)
+            check_layer(layer, experts, rng, rows=rows, top_k=16)
+            assert not ends
+            if step:
+                assert paths(layer, what="failed")[step] == 2
+                assert set(paths(layer)) == {"cpu"}
+            check_layer(layer, experts, rng, rows=rows, top_k=16)
+            assert set(paths(layer)) == {"cpu"}
+            pycoli.open_backend()._started_in = None
+            layer.place(["cuda:0"], budget)
+            check_layer(layer, experts, rng, rows=rows, top_k=16)
+            assert set(paths(layer)) == {"issue" if rows == 1 else "group", "cpu"}
 
     @pytest.mark.parametrize("nth", range(1, 7))
     def test_an_update_that_fails_half_way(self, simulated, rng, nth):

@@ -115,6 +115,18 @@ static size_t taken_bytes(const moe_expert *expert) {
     return sum;
 }
 
+/* Whether coli_cuda_shutdown has released its tensors, as far as the library tells. */
+static int was_released(const moe_expert *expert) {
+    const coli_backend_calls *call = &expert->backend->call;
+    int released = 0;
+    coli_access access = coli_backend_access(expert->backend);
+    coli_backend_lock(access);
+    for (int i = 0; i < 3 && call->tensor_device; i++)
+        released |= call->tensor_device(coli_placed_tensor(expert->placed[i])) < 0;
+    coli_backend_unlock(access);
+    return released;
+}
+
 static size_t without(size_t bytes, size_t part) {
     return bytes > part ? bytes - part : 0;
 }
@@ -271,6 +283,10 @@ static coli_status place_all(coli_moe *const *layers, int layer_count, coli_back
     candidate *all = list_candidates(layers, layer_count, &count);
     room *rooms = malloc((size_t)device_count * sizeof *rooms);
     if (all && rooms) {
+        for (int i = 0; i < count; i++) {
+            moe_expert *expert = expert_of(&all[i]);
+            if (expert->backend && was_released(expert)) moe_drop(expert, "coli_cuda_shutdown released its tensors");
+        }
         for (int i = 0; i < device_count; i++) rooms[i] = room_of(backend, &devices[i], all, count);
         for (int i = 0; i < count; i++) {
             if (!expert_of(&all[i])->backend) place_one(&all[i], backend, rooms, device_count);
