@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -1015,6 +1016,7 @@ class TestPlacement:
     def test_a_reserve_larger_than_the_device(self, backend):
         with pycoli.MoELayer(e8_experts(2), devices=["cuda:0"], reserve=1 << 60) as layer:
             assert layer.where == ["cpu", "cpu"]
+            assert re.fullmatch(rf"of GPU 0, \d+ bytes are free, and the reserve is {1 << 60}", layer.why_cpu(0))
         assert RESERVE < 1 << 60
 
     def test_two_devices_share_the_load(self, backend, rng):

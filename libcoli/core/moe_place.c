@@ -80,7 +80,7 @@ static candidate *list_candidates(coli_moe *const *layers, int layer_count, int 
 typedef struct room {
     int device;
     size_t left;
-    char why_none[COLI_WHY_BYTES - 256]; /* why it is not known what is free; "" where it is */
+    char why_none[COLI_WHY_BYTES]; /* why an automatic budget is 0; "" where it is more */
 } room;
 
 static const coli_matrix *matrix_of(const coli_expert *expert, int i) {
@@ -131,16 +131,29 @@ static size_t without(size_t bytes, size_t part) {
     return bytes > part ? bytes - part : 0;
 }
 
-/* What an automatic budget allows. */
-static size_t free_room(const coli_backend *backend, room *r, size_t reserve) {
-    size_t free_bytes = 0, total;
+/* Free bytes of the device; 0 with the reason where they are not known. */
+static int ask_free_bytes(const coli_backend *backend, int device, size_t *free_bytes, char *why, size_t size) {
+    size_t total;
     coli_access access = coli_backend_access(backend);
     coli_backend_lock(access);
+    int known = backend->call.mem_info && backend->call.mem_info(device, free_bytes, &total);
     if (!backend->call.mem_info)
-        snprintf(r->why_none, sizeof r->why_none, "the library lacks coli_cuda_mem_info, so give a budget in bytes");
-    else if (!backend->call.mem_info(r->device, &free_bytes, &total))
-        coli_backend_explain(backend, "coli_cuda_mem_info", r->why_none, sizeof r->why_none);
+        snprintf(why, size, "the library lacks coli_cuda_mem_info, so give a budget in bytes");
+    else if (!known)
+        coli_backend_explain(backend, "coli_cuda_mem_info", why, size);
     coli_backend_unlock(access);
+    return known;
+}
+
+/* What an automatic budget allows. */
+static size_t free_room(const coli_backend *backend, room *r, size_t reserve) {
+    size_t free_bytes = 0;
+    char why[COLI_WHY_BYTES - 256];
+    if (!ask_free_bytes(backend, r->device, &free_bytes, why, sizeof why))
+        snprintf(r->why_none, sizeof r->why_none, "what is free on GPU %d is not known: %s", r->device, why);
+    else if (free_bytes <= reserve)
+        snprintf(r->why_none, sizeof r->why_none, "of GPU %d, %zu bytes are free, and the reserve is %zu", r->device,
+                 free_bytes, reserve);
     return without(free_bytes, reserve);
 }
 
@@ -203,10 +216,10 @@ static int upload(moe_expert *expert, coli_backend *backend, int device, char *w
 }
 
 static void explain_no_room(const room *rooms, int count, size_t needed, char *why, size_t size) {
-    const room *unknown = rooms;
-    while (unknown < rooms + count && !unknown->why_none[0]) unknown++;
-    if (unknown < rooms + count)
-        snprintf(why, size, "what is free on GPU %d is not known: %s", unknown->device, unknown->why_none);
+    const room *none = rooms;
+    while (none < rooms + count && !none->why_none[0]) none++;
+    if (none < rooms + count)
+        snprintf(why, size, "%s", none->why_none);
     else
         snprintf(why, size, "no GPU of the call has the %zu bytes of room that it needs", needed);
 }
