@@ -173,8 +173,9 @@ typedef struct coli_moe_stats {
     coli_moe_repinned repinned;
 } coli_moe_stats;
 
-/* Sums since the layer was created, and the last call alone; either may be NULL. `size` is sizeof(coli_moe_stats) of the
- * caller's header: later versions may have more fields, and write no more than that. */
+/* Sums since the layer was created, and the last call alone; either may be NULL. Of a call that ended in an error, only
+ * `failed` counts. `size` is sizeof(coli_moe_stats) of the caller's header: later versions may have more fields, and write
+ * no more than that. */
 COLI_API coli_status coli_moe_get_stats(coli_moe *layer, coli_moe_stats *total, coli_moe_stats *last, size_t size);
 /* Copies why a step failed last; "" when it never did. Returns the whole text's length. */
 COLI_API size_t coli_moe_why_failed(coli_moe *layer, coli_moe_step step, char *text, size_t size);
