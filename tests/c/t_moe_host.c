@@ -1,4 +1,4 @@
-/* t_moe_host.c - what a host's acquire may do wrong, and that host copies go back whatever fails.
+/* t_moe_host.c - what a host's acquire may do wrong, and that host copies go back whatever fails; rows that do not fit.
  *
  *     t_moe_host LIBRARY      a libcoli_cuda; exit status 77 where it has no device */
 #include "coli/coli_moe.h"
@@ -81,6 +81,17 @@ static void check_acquire(const coli_moe_host *host) {
     CHECK(held == 0, "%d copies are held by a layer that was freed", held);
 }
 
+static void check_rows(void) {
+    float x[D] = {1}, rotated[D] = {7};
+    const float *meets = NULL;
+    coli_rows rows = {.x = x, .S = 1, .D = D, .rotated = rotated};
+    CHECK(coli_rows_for(&rows, &others[0].gate, &meets) == COLI_E_SHAPE && !meets, "rows of %d for %d columns", D, 4 * D);
+    CHECK(says(coli_last_error(), "256 columns does not meet rows of 64"), "%s", coli_last_error());
+    CHECK(coli_rows_for(&rows, &experts[0].down, &meets) == COLI_E_SHAPE && !rows.has_rotated, "down met x");
+    CHECK_OK(coli_rows_for(&rows, &experts[0].gate, &meets));
+    CHECK(meets == rotated && rows.has_rotated && rotated[0] != 7, "x was not rotated");
+}
+
 static void check_unplace(const coli_moe_host *host, coli_backend *backend) {
     const coli_moe_device device = {0, (size_t)1 << 20, 0};
     coli_moe *layer = NULL;
@@ -103,6 +114,7 @@ int main(int argc, char **argv) {
         experts[e] = random_expert("e8", D, 3 * (unsigned)e);
         others[e] = random_expert("f32", 4 * D, 3 * (unsigned)e);
     }
+    check_rows();
     check_acquire(&host);
     if (coli_backend_open(argv[1], &backend) != COLI_OK || coli_backend_init(backend, (const int[]){0}, 1) != COLI_OK) {
         fprintf(stderr, "%s\n", coli_last_error());

@@ -196,7 +196,7 @@ typedef struct coli_rows {
 } coli_rows;
 
 /* *x = the rows that a gate or up matrix [H, D] must meet: the plain ones, or the rotated ones where the matrix is rotated
- * E8. One thread at a time. */
+ * E8. COLI_E_SHAPE for a matrix of other columns. One thread at a time. */
 COLI_API coli_status coli_rows_for(coli_rows *rows, const coli_matrix *matrix, const float **x);
 
 /* Sorts the pairs of ids and weights [S, K] by expert, stably: first[e] ... first[e + 1] - 1 are the places of expert e in
