@@ -321,6 +321,9 @@ class TestForward:
             ]:
                 with refused(error, message):
                     act()
+            for act in (pycoli.place, pycoli.repin):
+                with refused(pycoli.ArgumentError, "at least 1 layer is needed, got 0"):
+                    act([])
             for heat in (["a", "b"], [1j, 1j]):
                 with refused(pycoli.DtypeError, "heat must be real numbers"):
                     layer.heat = heat
@@ -363,6 +366,7 @@ class TestForward:
         x = gaussian(3, D)
         with pycoli.MoELayer([], shared=shared, devices=device) as layer:
             y = layer(x, np.zeros((3, 0), int), np.zeros((3, 0), np.float32))
+            np.testing.assert_array_equal(layer(x), y)
         assert oracle.relative_rms(y, expected_expert(x.astype(np.float64), *shared)) < LIMIT
 
     def test_freed(self):
