@@ -181,7 +181,7 @@ static room *roomiest(room *rooms, int count, size_t needed) {
 
 /*------   Placing   ------*/
 
-/* What the backend can do with the expert; 0 with the reason where it can do nothing. */
+/* What the backend can do with the expert; 0 with the reason where it can do nothing, or there is none. */
 static int find_paths(moe_expert *expert, const coli_backend *backend, const char **why) {
     static const char *const features[] = {"issue_take", "expert_group", "expert_mlp"}; /* in the order of coli_moe_path */
     const coli_expert *m = &expert->matrices;
@@ -227,14 +227,14 @@ static void explain_no_room(const room *rooms, int count, size_t needed, char *w
 /* Tries the devices with room, roomiest first; one that fails has none any more. */
 static void place_one(const candidate *c, coli_backend *backend, room *rooms, int count) {
     moe_expert *expert = expert_of(c);
-    size_t needed = expected_bytes(backend, &expert->matrices);
-    char why[COLI_WHY_BYTES];
-    explain_no_room(rooms, count, needed, why, sizeof why);
     const char *lacks = NULL;
     if (!find_paths(expert, backend, &lacks)) {
         moe_set_why(expert, lacks);
         return;
     }
+    size_t needed = expected_bytes(backend, &expert->matrices);
+    char why[COLI_WHY_BYTES];
+    explain_no_room(rooms, count, needed, why, sizeof why);
     if (!roomiest(rooms, count, needed)) {
         moe_set_why(expert, why);
         return;
@@ -300,7 +300,7 @@ static coli_status place_all(coli_moe *const *layers, int layer_count, coli_back
             moe_expert *expert = expert_of(&all[i]);
             if (expert->backend && was_released(expert)) moe_drop(expert, "coli_cuda_shutdown released its tensors");
         }
-        for (int i = 0; i < device_count; i++) rooms[i] = room_of(backend, &devices[i], all, count);
+        for (int i = 0; backend && i < device_count; i++) rooms[i] = room_of(backend, &devices[i], all, count);
         for (int i = 0; i < count; i++) {
             if (!expert_of(&all[i])->backend) place_one(&all[i], backend, rooms, device_count);
         }
@@ -315,7 +315,6 @@ static coli_status place_all(coli_moe *const *layers, int layer_count, coli_back
 
 coli_status coli_moe_place(coli_moe *const *layers, int layer_count, coli_backend *backend, const coli_moe_device *devices,
                            int device_count) {
-    RETURN_ERROR_IF(!backend, COLI_E_ARGUMENT, "coli_moe_place needs a backend, got NULL");
     RETURN_ERROR_IF(device_count < 1 || !devices, COLI_E_ARGUMENT, "coli_moe_place needs at least 1 device, got %d",
                     devices ? device_count : 0);
     for (int i = 0; i < device_count; i++) {

@@ -92,6 +92,18 @@ static void check_rows(void) {
     CHECK(meets == rotated && rows.has_rotated && rotated[0] != 7, "x was not rotated");
 }
 
+/* Not an error, and not in silence. */
+static void check_no_backend(void) {
+    const coli_moe_device device = {0, COLI_MOE_AUTO, 0};
+    coli_moe *layer = NULL;
+    char why[64];
+    CHECK_OK(coli_moe_create(experts, E, NULL, NULL, &layer));
+    CHECK_OK(coli_moe_place(&layer, 1, NULL, &device, 1));
+    coli_moe_why_cpu(layer, E - 1, why, sizeof why);
+    CHECK(!strcmp(why, "no GPU library is loaded"), "%s", why);
+    coli_moe_free(layer);
+}
+
 static void check_unplace(const coli_moe_host *host, coli_backend *backend) {
     const coli_moe_device device = {0, (size_t)1 << 20, 0};
     coli_moe *layer = NULL;
@@ -115,6 +127,7 @@ int main(int argc, char **argv) {
         others[e] = random_expert("f32", 4 * D, 3 * (unsigned)e);
     }
     check_rows();
+    check_no_backend();
     check_acquire(&host);
     if (coli_backend_open(argv[1], &backend) != COLI_OK || coli_backend_init(backend, (const int[]){0}, 1) != COLI_OK) {
         fprintf(stderr, "%s\n", coli_last_error());

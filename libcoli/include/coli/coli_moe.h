@@ -107,8 +107,9 @@ typedef struct coli_moe_device {
  * with the most room left, until budgets are used up. Devices must have been configured by coli_backend_init. Experts that
  * are on a GPU stay there, so the call may be repeated; those whose tensors coli_cuda_shutdown has released are uploaded
  * again. An expert that the library cannot take, such as one in int3-g64, is left out. A device that fails gets no more in
- * this call, and the next one is tried. COLI_OK also where nothing could be placed: coli_moe_why_cpu() says why, and the
- * log has a line for each reason. `backend` must outlive the layers' stay on the GPUs. */
+ * this call, and the next one is tried. COLI_OK also where nothing could be placed, or `backend` is NULL:
+ * coli_moe_why_cpu() says why, and the log has a line for each reason. `backend` must outlive the layers' stay on the
+ * GPUs. */
 COLI_API coli_status coli_moe_place(coli_moe *const *layers, int layer_count, coli_backend *backend,
                                     const coli_moe_device *devices, int device_count);
 /* Takes all experts of the layer off the GPUs. Host copies that were released are asked for when they are needed. */
