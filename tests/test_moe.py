@@ -642,6 +642,36 @@ class TestFaults:
                 np.testing.assert_array_equal(layer(x, ids, weights), clean)
             assert seen == ({"issue", "take"} if rows == 1 else {"group"})
 
+    @pytest.mark.parametrize(("rows", "top_k"), [(1, 4), (70, 4)])
+    def test_a_device_that_is_lost_at_every_call(self, simulated, rng, rows, top_k):
+        """From then on nothing works there: the CPU does the work, and a swap leaves both experts to it."""
+        experts = e8_experts(6)
+        budget = room_for(experts, 4)
+        with pycoli.MoELayer(experts, devices=["cuda:0"], vram_budget=budget) as layer:
+            x, ids, weights, clean = check_layer(layer, experts, rng, rows, top_k)
+            wanted = expected_layer(x, ids, weights, experts)
+            before = simulated.calls()
+            layer(x, ids, weights)
+            calls = simulated.calls() - before
+            for nth in range(1, calls + 1):
+                simulated.lose_devices(nth)
+                for _ in range(2):
+                    assert oracle.relative_rms(layer(x, ids, weights), wanted) < LIMIT
+                assert set(paths(layer)) == {"cpu"}
+                simulated.fail(b"*", 0)
+                np.testing.assert_array_equal(layer(x, ids, weights), clean)
+            cold = layer.where.index("cpu")
+            layer.heat = np.where(np.arange(6) == cold, 9, 0)
+            simulated.lose_devices(1)
+            assert layer.repin()["failed"] == 1
+            assert oracle.relative_rms(layer(x, ids, weights), wanted) < LIMIT
+            simulated.fail(b"*", 0)
+            assert layer.where.count("cuda:0") == 3
+            layer.place(["cuda:0"], budget)
+            assert layer.where.count("cuda:0") == 4
+            assert layer.where[cold] == "cuda:0"
+            check_layer(layer, experts, rng)
+
     def test_every_allocation_that_fails(self, simulated, rng):
         experts = e8_experts(4)
         pycoli.Device(0).memory()
