@@ -3,7 +3,9 @@
 import gc
 import os
 import re
+import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -1194,6 +1196,30 @@ class TestRepin:
 
 
 class TestOverlap:
+    @pytest.mark.parametrize(("rows", "path"), [(1, "issue"), (300, "group")])
+    def test_all_devices_work_before_any_is_waited_for(self, build_dir, tmp_path, monkeypatch, rows, path):
+        backend = pycoli.open_backend(shutil.copy(build_dir / "tests" / "stubs" / "stub_slow.so", tmp_path / "slow.so"))
+        experts = [expert_weights(("int8",) * 3, 16, 8, seed=i) for i in range(4)]
+        with pycoli.MoELayer(experts, devices=[pycoli.Device(i, backend) for i in range(2)]) as layer:
+            assert sorted(layer.where) == ["cuda:0"] * 2 + ["cuda:1"] * 2
+            x, ids, weights = gaussian(rows, 16), np.tile(np.arange(4), (rows, 1)), np.full((rows, 4), 0.25, np.float32)
+            monkeypatch.setenv("STUB_DELAY_US", "400000")
+            start = time.perf_counter()
+            y = layer(x, ids, weights)
+            seconds = time.perf_counter() - start
+            monkeypatch.delenv("STUB_DELAY_US")
+            np.testing.assert_allclose(y, x, rtol=1e-6)  # what the library's experts give
+            assert paths(layer) == {path: 4}
+            assert 0.4 <= seconds < 0.7  # one after the other, they would take 0.8
+            last = layer.stats()["last"]
+            assert last["take_seconds"] > 0.3
+            assert sum(last[f"{stage}_seconds"] for stage in ("issue", "cpu", "take", "sum")) <= seconds
+            layer(x, ids, weights)
+            total = layer.stats()["total"]
+            assert total["take_seconds"] == last["take_seconds"] + layer.stats()["last"]["take_seconds"]
+            assert (total["calls"], total["rows"], total["pairs"][path]) == (2, 2 * rows, 8 * rows)
+        backend.shutdown()
+
     def test_the_gpu_works_while_the_cpu_does(self, build_dir, tmp_path, monkeypatch):
         with overlap(build_dir, tmp_path, lambda delay: monkeypatch.setenv("STUB_DELAY_US", delay)) as measured:
             assert measured.on_gpu
