@@ -995,6 +995,27 @@ class TestHostCopies:
 
 
 class TestPlacement:
+    def test_heat_halves(self):
+        x, one = gaussian(8, D), np.ones((8, 1), np.float32)
+        with pycoli.MoELayer(e8_experts(2), devices="cpu") as layer:
+            layer.set_half_life(8)
+            layer(x[:4], np.zeros((4, 1), int), one[:4])
+            np.testing.assert_allclose(layer.heat, [4, 0])
+            layer(x, np.ones((8, 1), int), one)
+            np.testing.assert_allclose(layer.heat, [2, 8])
+            layer(x[:4], np.zeros((4, 1), int), one[:4])
+            np.testing.assert_allclose(layer.heat, [4 + 2 / 2**0.5, 8 / 2**0.5])
+            layer.set_half_life(0)
+            before = layer.heat
+            layer(x, np.ones((8, 1), int), one)
+            np.testing.assert_allclose(layer.heat, np.add(before, [0, 8]))
+
+    def test_an_automatic_budget_is_what_is_free_less_the_reserve(self, simulated):
+        experts, device = e8_experts(4), pycoli.Device(0)
+        reserve = device.memory().free - room_for(experts, 3)
+        with pycoli.MoELayer(experts, devices=[device], reserve=reserve) as layer:
+            assert layer.where == ["cuda:0"] * 3 + ["cpu"]
+
     def test_the_hottest_first_within_the_budget(self, backend):
         experts = e8_experts(6)
         with pycoli.MoELayer(experts, devices="cpu") as layer:
