@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -69,10 +70,10 @@ def check_layer(layer, experts, rng, rows=5, top_k=3):
 
 def room_for(experts, count):
     """A budget of device memory for so many of the experts, and not for one more."""
-    entry = pycoli.open_backend()._entry("coli_cuda_alloc_footprint")
-    sizes = [sum(entry(matrix.nbytes) for matrix in expert) for expert in experts]
-    assert len(set(sizes)) == 1
-    return count * sizes[0]
+    assert len({tuple((m.fmt, m.shape) for m in expert) for expert in experts}) == 1
+    with ExitStack() as stack:
+        tensors = [stack.enter_context(pycoli.Tensor(matrix, "cuda:0")) for matrix in experts[0]]
+        return count * sum(tensor.vram for tensor in tensors)
 
 
 def backend_without(library, folder, *names):
@@ -899,14 +900,14 @@ class TestHostCopies:
             assert "must not use a layer" in str(caught.value.__cause__)
         other.free()
 
-    @pytest.mark.parametrize("stub", ["stub_old", None])
-    def test_a_reread_that_frees_layers(self, build_dir, simt_lib, rng, stub):
+    @pytest.mark.parametrize(("stub", "room_for_one"), [("stub_old", 30_000), (None, 80_000)])
+    def test_a_reread_that_frees_layers(self, build_dir, simt_lib, rng, stub, room_for_one):
         """Itself and another; collection may do the same at any time. Old libraries are locked meanwhile."""
         backend = pycoli.open_backend(build_dir / "tests" / "stubs" / f"{stub}.so" if stub else simt_lib)
         experts = [expert_weights(("int8",) * 3, D, H, seed=i) for i in range(2)]
         gpu = pycoli.Device(0, backend)
         other = pycoli.MoELayer(experts, devices=[gpu], vram_budget=10**6)
-        layer = pycoli.MoELayer(experts, devices=[gpu], vram_budget=30_000, reread=lambda number: experts[number])
+        layer = pycoli.MoELayer(experts, devices=[gpu], vram_budget=room_for_one, reread=lambda number: experts[number])
         assert sorted(layer.where) == ["cpu", "cuda:0"]
 
         def reread(number):
@@ -995,6 +996,19 @@ class TestHostCopies:
 
 
 class TestPlacement:
+    def test_padding_counts_in_the_budget(self, backend):
+        """Columns are padded to 256 on a GPU, so that these take nearly twice their bytes."""
+        experts = [expert_weights(("int8",) * 3, D, H, seed=i) for i in range(4)]
+        taken = room_for(experts, 1)
+        assert taken > 1.5 * sum(matrix.nbytes for matrix in experts[0])
+        for budget, count in [(taken - 1, 0), (taken, 1), (3 * taken - 1, 2)]:
+            with pycoli.MoELayer(experts, devices=["cuda:0"], vram_budget=budget) as layer:
+                assert layer.where.count("cuda:0") == count
+                assert f"it takes {taken} bytes of GPU 0" in layer.why_cpu(count) or count == 1
+                assert layer.why_cpu(3)
+                layer.place(["cuda:0"], budget)
+                assert layer.where.count("cuda:0") == count
+
     def test_heat_halves(self):
         x, one = gaussian(8, D), np.ones((8, 1), np.float32)
         with pycoli.MoELayer(e8_experts(2), devices="cpu") as layer:
@@ -1012,7 +1026,8 @@ class TestPlacement:
 
     def test_an_automatic_budget_is_what_is_free_less_the_reserve(self, simulated):
         experts, device = e8_experts(4), pycoli.Device(0)
-        reserve = device.memory().free - room_for(experts, 3)
+        room = room_for(experts, 3)
+        reserve = device.memory().free - room
         with pycoli.MoELayer(experts, devices=[device], reserve=reserve) as layer:
             assert layer.where == ["cuda:0"] * 3 + ["cpu"]
 

@@ -224,7 +224,8 @@ static void explain_no_room(const room *rooms, int count, size_t needed, char *w
         snprintf(why, size, "no GPU of the call has the %zu bytes of room that it needs", needed);
 }
 
-/* Tries the devices with room, roomiest first; one that fails has none any more. */
+/* Tries the devices with room, roomiest first; one that fails has none any more. What an expert takes, the padding of small
+ * matrices included, shows when it is there: it leaves again where that is too much. */
 static void place_one(const candidate *c, coli_backend *backend, room *rooms, int count) {
     moe_expert *expert = expert_of(c);
     const char *lacks = NULL;
@@ -244,13 +245,21 @@ static void place_one(const candidate *c, coli_backend *backend, room *rooms, in
         return;
     }
     for (room *target; (target = roomiest(rooms, count, needed));) {
-        if (upload(expert, backend, target->device, why, sizeof why)) {
-            target->left = without(target->left, taken_bytes(expert));
+        if (!upload(expert, backend, target->device, why, sizeof why)) {
+            target->left = 0;
+            coli_log(1, "GPU %d gets no more experts in this placement: %s", target->device, why);
+            continue;
+        }
+        size_t taken = taken_bytes(expert);
+        if (taken <= target->left) {
+            target->left -= taken;
             moe_release_host(c->layer, c->number);
             return;
         }
-        target->left = 0;
-        coli_log(1, "GPU %d gets no more experts in this placement: %s", target->device, why);
+        snprintf(why, sizeof why, "it takes %zu bytes of GPU %d, padding included, and %zu are left", taken, target->device,
+                 target->left);
+        moe_drop(expert, why);
+        target->left = needed - 1; /* for smaller ones */
     }
     moe_set_why(expert, why);
 }
