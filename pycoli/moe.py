@@ -142,7 +142,7 @@ class MoELayer:
     experts : sequence of (gate, up, down)
         Weights: gate and up [H, D], down [D, H], one H and D for all, in any formats.
     router : Router, optional
-        For calls without ids.
+        For calls without ids; not needed where there is a shared expert alone.
     shared : (gate, up, down), optional
         An expert that every row passes; its H may differ.
     devices : None, "cpu", a device, or a sequence of devices
@@ -256,6 +256,8 @@ class MoELayer:
     def _routed(self, rows, weights):
         if weights is not None:
             raise ArgumentError("weights need ids beside them")
+        if not self._count:  # of a shared expert alone
+            return np.empty((len(rows), 0), np.int32), np.empty((len(rows), 0), np.float32)
         if self.router is None:
             raise ArgumentError("the layer has no router: pass ids and weights, or give it one")
         return self.router(rows)
@@ -542,6 +544,7 @@ class _HostCopies:
         self.backend: Backend | None = None
         self.has_e8 = any(w.fmt == "e8" for triple in triples for w in triple)
         self._kinds = [[(w.fmt, w.shape, w.rotated) for w in triple] for triple in triples]
+        self._codebooks = [[w.codebook for w in triple] for triple in triples]  # which the layer in C points to
         self._held = dict(enumerate(triples))
         self._reread = reread
         self.struct = ffi.NULL
@@ -561,6 +564,8 @@ class _HostCopies:
             kinds = [(w.fmt, w.shape, w.rotated) for w in triple]
             if kinds != self._kinds[expert]:
                 raise ShapeError(f"reread({expert}) must give {self._kinds[expert]}, got {kinds}")
+            if [w.codebook for w in triple] != self._codebooks[expert]:
+                raise StateError(f"reread({expert}) must give matrices with the codebooks that the layer was made with")
         except BaseException as error:  # of the caller's function: it must not be lost in C
             _HERE.error = error
             return 0
@@ -682,6 +687,8 @@ def _budget(vram_budget) -> int:
 
 def _checked_layers(layers) -> list[MoELayer]:
     layers = _listed(layers, "layers")
+    if not layers:
+        raise ArgumentError("at least 1 layer is needed, got 0")
     for i, layer in enumerate(layers):
         if not isinstance(layer, MoELayer):
             raise DtypeError(f"layers[{i}] must be a MoELayer, got {type(layer).__name__}")

@@ -26,6 +26,10 @@ class Simulator:
         """Makes the nth next runtime call of that name (b"*": of any) fail; 0 makes none fail."""
         self._fail_call(name, nth)
 
+    def lose_devices(self, nth):
+        """Makes the nth next runtime call and all later ones fail, as when a device is lost, until fail(b"*", 0)."""
+        self._fail_call(b"*", -nth)
+
     def calls(self, name=b"*"):
         """Runtime calls so far."""
         return self._call_count(name)

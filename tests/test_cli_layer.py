@@ -226,6 +226,18 @@ def test_what_cannot_be_routed(change, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--layer-forward: expected a CHECKPOINT, since the sample has no router"),
+        (["model", "--experts", "0-3"], "--experts: --layer-forward runs a whole layer, got both"),
+    ],
+)
+def test_options_that_do_not_fit(arguments, message, capsys):
+    assert main(["run", *arguments, "--layer-forward"]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_wrong_choice_is_seen():
     rows, weight = gaussian(3, D), gaussian(E, D, seed=1)
     settings = {

@@ -2,8 +2,12 @@
 
 import gc
 import os
+import re
+import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -66,10 +70,10 @@ def check_layer(layer, experts, rng, rows=5, top_k=3):
 
 def room_for(experts, count):
     """A budget of device memory for so many of the experts, and not for one more."""
-    entry = pycoli.open_backend()._entry("coli_cuda_alloc_footprint")
-    sizes = [sum(entry(matrix.nbytes) for matrix in expert) for expert in experts]
-    assert len(set(sizes)) == 1
-    return count * sizes[0]
+    assert len({tuple((m.fmt, m.shape) for m in expert) for expert in experts}) == 1
+    with ExitStack() as stack:
+        tensors = [stack.enter_context(pycoli.Tensor(matrix, "cuda:0")) for matrix in experts[0]]
+        return count * sum(tensor.vram for tensor in tensors)
 
 
 def backend_without(library, folder, *names):
@@ -81,6 +85,14 @@ def backend_without(library, folder, *names):
         content = content.replace(symbol, symbol.replace(b"coli_cuda", b"none_cuda"))
     (folder / "libcoli_cuda.so").write_bytes(content)
     return pycoli.open_backend(folder / "libcoli_cuda.so")
+
+
+def with_codebook(expert, codebook):
+    """E8 matrices with another codebook: their bytes mean something else then."""
+    return [pycoli.Weights.from_bytes(m.data, fmt="e8", shape=m.shape, codebook=codebook) for m in expert]
+
+
+OWN_CODEBOOK = bytes(range(4, 60)) * 18 + bytes(range(4, 20))
 
 
 def paths(layer, which="last", what="experts"):
@@ -312,6 +324,9 @@ class TestForward:
             ]:
                 with refused(error, message):
                     act()
+            for act in (pycoli.place, pycoli.repin):
+                with refused(pycoli.ArgumentError, "at least 1 layer is needed, got 0"):
+                    act([])
             for heat in (["a", "b"], [1j, 1j]):
                 with refused(pycoli.DtypeError, "heat must be real numbers"):
                     layer.heat = heat
@@ -354,6 +369,7 @@ class TestForward:
         x = gaussian(3, D)
         with pycoli.MoELayer([], shared=shared, devices=device) as layer:
             y = layer(x, np.zeros((3, 0), int), np.zeros((3, 0), np.float32))
+            np.testing.assert_array_equal(layer(x), y)
         assert oracle.relative_rms(y, expected_expert(x.astype(np.float64), *shared)) < LIMIT
 
     def test_freed(self):
@@ -629,6 +645,36 @@ class TestFaults:
                 np.testing.assert_array_equal(layer(x, ids, weights), clean)
             assert seen == ({"issue", "take"} if rows == 1 else {"group"})
 
+    @pytest.mark.parametrize(("rows", "top_k"), [(1, 4), (70, 4)])
+    def test_a_device_that_is_lost_at_every_call(self, simulated, rng, rows, top_k):
+        """From then on nothing works there: the CPU does the work, and a swap leaves both experts to it."""
+        experts = e8_experts(6)
+        budget = room_for(experts, 4)
+        with pycoli.MoELayer(experts, devices=["cuda:0"], vram_budget=budget) as layer:
+            x, ids, weights, clean = check_layer(layer, experts, rng, rows, top_k)
+            wanted = expected_layer(x, ids, weights, experts)
+            before = simulated.calls()
+            layer(x, ids, weights)
+            calls = simulated.calls() - before
+            for nth in range(1, calls + 1):
+                simulated.lose_devices(nth)
+                for _ in range(2):
+                    assert oracle.relative_rms(layer(x, ids, weights), wanted) < LIMIT
+                assert set(paths(layer)) == {"cpu"}
+                simulated.fail(b"*", 0)
+                np.testing.assert_array_equal(layer(x, ids, weights), clean)
+            cold = layer.where.index("cpu")
+            layer.heat = np.where(np.arange(6) == cold, 9, 0)
+            simulated.lose_devices(1)
+            assert layer.repin()["failed"] == 1
+            assert oracle.relative_rms(layer(x, ids, weights), wanted) < LIMIT
+            simulated.fail(b"*", 0)
+            assert layer.where.count("cuda:0") == 3
+            layer.place(["cuda:0"], budget)
+            assert layer.where.count("cuda:0") == 4
+            assert layer.where[cold] == "cuda:0"
+            check_layer(layer, experts, rng)
+
     def test_every_allocation_that_fails(self, simulated, rng):
         experts = e8_experts(4)
         pycoli.Device(0).memory()
@@ -676,10 +722,10 @@ class TestFaults:
         ended = threading.Event()
 
         def work():
-            calls = 0
-            while not ended.is_set() or not calls:
+            at_the_end = False
+            while not at_the_end:  # the last call begins after the last shutdown
+                at_the_end = ended.is_set()
                 assert oracle.relative_rms(layer(x, ids, weights), wanted) < LIMIT
-                calls += 1
             return paths(layer)
 
         with layer, ThreadPoolExecutor(2) as pool:
@@ -700,7 +746,37 @@ class TestFaults:
             check_layer(layer, experts, rng)
             assert set(paths(layer)) == {"cpu"}
             assert layer.why_cpu(0)
-        backend._started_in = None
+            backend._started_in = None
+            layer.place(["cuda:0"])  # tensors that are gone do not count as placed
+            assert layer.where == ["cuda:0"] * 4
+            check_layer(layer, experts, rng)
+            assert set(paths(layer)) == {"issue"}
+
+    @pytest.mark.parametrize(("rows", "step"), [(1, "take"), (300, None)])
+    def test_a_shutdown_with_work_in_flight(self, simulated, rng, rows, step):
+        """The host does it while the layer computes its CPU experts, GPU experts being under way."""
+        experts, shut_down = e8_experts(4), pycoli.open_backend()._entry("coli_cuda_shutdown")
+        ends = []
+
+        def reread(number):
+            if ends:
+                ends.pop()()
+            return experts[number]
+
+        budget = room_for(experts, 2)
+        with pycoli.MoELayer(experts, devices=["cuda:0"], vram_budget=budget, reread=reread) as layer:
+            ends.append(shut_down)
+            check_layer(layer, experts, rng, rows=rows, top_k=16)
+            assert not ends
+            if step:
+                assert paths(layer, what="failed")[step] == 2
+                assert set(paths(layer)) == {"cpu"}
+            check_layer(layer, experts, rng, rows=rows, top_k=16)
+            assert set(paths(layer)) == {"cpu"}
+            pycoli.open_backend()._started_in = None
+            layer.place(["cuda:0"], budget)
+            check_layer(layer, experts, rng, rows=rows, top_k=16)
+            assert set(paths(layer)) == {"issue" if rows == 1 else "group", "cpu"}
 
     @pytest.mark.parametrize("nth", range(1, 7))
     def test_an_update_that_fails_half_way(self, simulated, rng, nth):
@@ -824,14 +900,14 @@ class TestHostCopies:
             assert "must not use a layer" in str(caught.value.__cause__)
         other.free()
 
-    @pytest.mark.parametrize("stub", ["stub_old", None])
-    def test_a_reread_that_frees_layers(self, build_dir, simt_lib, rng, stub):
+    @pytest.mark.parametrize(("stub", "room_for_one"), [("stub_old", 30_000), (None, 80_000)])
+    def test_a_reread_that_frees_layers(self, build_dir, simt_lib, rng, stub, room_for_one):
         """Itself and another; collection may do the same at any time. Old libraries are locked meanwhile."""
         backend = pycoli.open_backend(build_dir / "tests" / "stubs" / f"{stub}.so" if stub else simt_lib)
         experts = [expert_weights(("int8",) * 3, D, H, seed=i) for i in range(2)]
         gpu = pycoli.Device(0, backend)
         other = pycoli.MoELayer(experts, devices=[gpu], vram_budget=10**6)
-        layer = pycoli.MoELayer(experts, devices=[gpu], vram_budget=30_000, reread=lambda number: experts[number])
+        layer = pycoli.MoELayer(experts, devices=[gpu], vram_budget=room_for_one, reread=lambda number: experts[number])
         assert sorted(layer.where) == ["cpu", "cuda:0"]
 
         def reread(number):
@@ -873,6 +949,44 @@ class TestHostCopies:
         assert caught.value.__cause__ is None
         layer.free()
 
+    def test_what_failed_in_a_call_that_fails_is_counted(self, backend, monkeypatch):
+        experts, works = e8_experts(2), [True]
+
+        def reread(number):
+            if not works[0]:
+                raise OSError("gone")
+            return experts[number]
+
+        with pycoli.MoELayer(experts, devices=["cuda:0"], reread=reread) as layer:
+            works[0] = False
+            monkeypatch.setenv("COLI_GPU_FAIL_AFTER", "0")
+            with refused(pycoli.StateError, "cannot be had back"):
+                layer(gaussian(1, D), [[0, 1]], np.ones((1, 2), np.float32))
+            stats = layer.stats()
+            failed = {step: 2 if why else 0 for step, why in stats["why_failed"].items()}
+            assert failed["single"] == 2
+            assert stats["last"]["failed"] == stats["total"]["failed"] == failed
+            assert stats["last"]["calls"] == stats["total"]["calls"] == sum(paths(layer).values()) == 0
+
+    def test_codebooks_of_their_own(self, rng):
+        """The layer has them for good, and no matrix is decoded with another."""
+        experts = e8_experts(2)
+        own = [with_codebook(expert, OWN_CODEBOOK) for expert in experts]
+
+        def reread(number):
+            return with_codebook(experts[number], bytes(OWN_CODEBOOK))
+
+        layer = pycoli.MoELayer([reread(0), reread(1)], devices="cpu", reread=reread)
+        gc.collect()
+        others = [bytes([7]) * 1024 for _ in range(100)]  # where the first ones were
+        check_layer(layer, own, rng)
+        assert len(others) == 100
+        layer.free()
+        with pycoli.MoELayer(experts, devices="cpu", reread=reread) as layer:
+            with pytest.raises(pycoli.StateError) as caught:
+                layer(gaussian(1, D), [[0]], np.ones((1, 1), np.float32))
+            assert "codebooks that the layer was made with" in str(caught.value.__cause__)
+
     def test_a_reread_of_another_kind(self):
         experts, other = e8_experts(1), expert_weights(("int8",) * 3, D, H)
         with pycoli.MoELayer(experts, devices="cpu", reread=lambda n: other) as layer:
@@ -882,6 +996,41 @@ class TestHostCopies:
 
 
 class TestPlacement:
+    def test_padding_counts_in_the_budget(self, backend):
+        """Columns are padded to 256 on a GPU, so that these take nearly twice their bytes."""
+        experts = [expert_weights(("int8",) * 3, D, H, seed=i) for i in range(4)]
+        taken = room_for(experts, 1)
+        assert taken > 1.5 * sum(matrix.nbytes for matrix in experts[0])
+        for budget, count in [(taken - 1, 0), (taken, 1), (3 * taken - 1, 2)]:
+            with pycoli.MoELayer(experts, devices=["cuda:0"], vram_budget=budget) as layer:
+                assert layer.where.count("cuda:0") == count
+                assert f"it takes {taken} bytes of GPU 0" in layer.why_cpu(count) or count == 1
+                assert layer.why_cpu(3)
+                layer.place(["cuda:0"], budget)
+                assert layer.where.count("cuda:0") == count
+
+    def test_heat_halves(self):
+        x, one = gaussian(8, D), np.ones((8, 1), np.float32)
+        with pycoli.MoELayer(e8_experts(2), devices="cpu") as layer:
+            layer.set_half_life(8)
+            layer(x[:4], np.zeros((4, 1), int), one[:4])
+            np.testing.assert_allclose(layer.heat, [4, 0])
+            layer(x, np.ones((8, 1), int), one)
+            np.testing.assert_allclose(layer.heat, [2, 8])
+            layer(x[:4], np.zeros((4, 1), int), one[:4])
+            np.testing.assert_allclose(layer.heat, [4 + 2 / 2**0.5, 8 / 2**0.5])
+            layer.set_half_life(0)
+            before = layer.heat
+            layer(x, np.ones((8, 1), int), one)
+            np.testing.assert_allclose(layer.heat, np.add(before, [0, 8]))
+
+    def test_an_automatic_budget_is_what_is_free_less_the_reserve(self, simulated):
+        experts, device = e8_experts(4), pycoli.Device(0)
+        room = room_for(experts, 3)
+        reserve = device.memory().free - room
+        with pycoli.MoELayer(experts, devices=[device], reserve=reserve) as layer:
+            assert layer.where == ["cuda:0"] * 3 + ["cpu"]
+
     def test_the_hottest_first_within_the_budget(self, backend):
         experts = e8_experts(6)
         with pycoli.MoELayer(experts, devices="cpu") as layer:
@@ -912,6 +1061,24 @@ class TestPlacement:
         assert len(lines) == 5
         assert "3 of 7 experts stay on the CPU: other reasons" in lines[-1]
 
+    def test_what_no_gpu_takes_leaves_the_room_to_others(self, backend, rng):
+        """It is hottest, and the GPU is not to blame."""
+        own = with_codebook(expert_weights(dim=D, hidden=H), OWN_CODEBOOK)
+        experts = [expert_weights(("int3-g64",) * 3, D, H), expert_weights(("f32", "f32", "int3-g64"), D, H), own]
+        experts += e8_experts(2)
+        with pycoli.MoELayer(experts, devices="cpu") as layer:
+            layer.heat = [9, 8, 7, 1, 1]
+            layer.place(["cuda:0"])
+            assert layer.where == ["cpu"] * 3 + ["cuda:0"] * 2
+            assert layer.why_cpu(0) == layer.why_cpu(1) == "the GPU ABI has no int3-g64"
+            assert "its codebook is not the published one" in layer.why_cpu(2)
+            check_layer(layer, experts, rng, rows=2, top_k=5)
+
+    def test_what_an_old_library_does_not_take(self, old_backend):
+        experts = [*e8_experts(1), expert_weights(("int8",) * 3, D, H)]
+        with pycoli.MoELayer(experts, vram_budget=10**6) as layer:
+            assert layer.where == ["cpu", "cuda:0"]
+
     @pytest.mark.parametrize("budget", [0, 1000])
     def test_no_room_at_all(self, backend, budget):
         with pycoli.MoELayer(e8_experts(2), devices=["cuda:0"], vram_budget=budget) as layer:
@@ -921,6 +1088,7 @@ class TestPlacement:
     def test_a_reserve_larger_than_the_device(self, backend):
         with pycoli.MoELayer(e8_experts(2), devices=["cuda:0"], reserve=1 << 60) as layer:
             assert layer.where == ["cpu", "cpu"]
+            assert re.fullmatch(rf"of GPU 0, \d+ bytes are free, and the reserve is {1 << 60}", layer.why_cpu(0))
         assert RESERVE < 1 << 60
 
     def test_two_devices_share_the_load(self, backend, rng):
@@ -983,6 +1151,14 @@ class TestRepin:
             assert layer.where == ["cuda:0", "cpu"]
             layer.heat = [0, 50]
             assert layer.repin()["swaps"] == 0
+
+    def test_codebooks_must_be_the_same(self, backend):
+        """An expert that no GPU takes costs none its place there."""
+        own = with_codebook(expert_weights(dim=D, hidden=H), OWN_CODEBOOK)
+        with pycoli.MoELayer([own, *e8_experts(2)], devices=["cuda:0"]) as layer:
+            layer.heat = [50, 1, 1]
+            assert layer.repin()["failed"] == 0
+            assert layer.where == ["cpu", "cuda:0", "cuda:0"]
 
     def test_who_may_come_and_who_must_stay(self, backend):
         """What was used for less than a row does not come; the shared expert does not leave, whatever its heat."""
@@ -1056,6 +1232,30 @@ class TestRepin:
 
 
 class TestOverlap:
+    @pytest.mark.parametrize(("rows", "path"), [(1, "issue"), (300, "group")])
+    def test_all_devices_work_before_any_is_waited_for(self, build_dir, tmp_path, monkeypatch, rows, path):
+        backend = pycoli.open_backend(shutil.copy(build_dir / "tests" / "stubs" / "stub_slow.so", tmp_path / "slow.so"))
+        experts = [expert_weights(("int8",) * 3, 16, 8, seed=i) for i in range(4)]
+        with pycoli.MoELayer(experts, devices=[pycoli.Device(i, backend) for i in range(2)]) as layer:
+            assert sorted(layer.where) == ["cuda:0"] * 2 + ["cuda:1"] * 2
+            x, ids, weights = gaussian(rows, 16), np.tile(np.arange(4), (rows, 1)), np.full((rows, 4), 0.25, np.float32)
+            monkeypatch.setenv("STUB_DELAY_US", "400000")
+            start = time.perf_counter()
+            y = layer(x, ids, weights)
+            seconds = time.perf_counter() - start
+            monkeypatch.delenv("STUB_DELAY_US")
+            np.testing.assert_allclose(y, x, rtol=1e-6)  # what the library's experts give
+            assert paths(layer) == {path: 4}
+            assert 0.4 <= seconds < 0.7  # one after the other, they would take 0.8
+            last = layer.stats()["last"]
+            assert last["take_seconds"] > 0.3
+            assert sum(last[f"{stage}_seconds"] for stage in ("issue", "cpu", "take", "sum")) <= seconds
+            layer(x, ids, weights)
+            total = layer.stats()["total"]
+            assert total["take_seconds"] == last["take_seconds"] + layer.stats()["last"]["take_seconds"]
+            assert (total["calls"], total["rows"], total["pairs"][path]) == (2, 2 * rows, 8 * rows)
+        backend.shutdown()
+
     def test_the_gpu_works_while_the_cpu_does(self, build_dir, tmp_path, monkeypatch):
         with overlap(build_dir, tmp_path, lambda delay: monkeypatch.setenv("STUB_DELAY_US", delay)) as measured:
             assert measured.on_gpu

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from containers import random_layer, write_container
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,6 +24,17 @@ def test_python_example(on_gpu, page, simt_lib, monkeypatch):
     run = subprocess.run([sys.executable, "-c", example("python", page)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert ("cuda:0" if on_gpu else "cpu") in run.stdout
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "simulated-gpu"])
+def test_container_example(on_gpu, simt_lib, tmp_path, monkeypatch, rng):
+    """The one of docs/moe.md that reads MODEL-e8."""
+    write_container(tmp_path / "MODEL-e8", random_layer(rng, "e8"))
+    monkeypatch.setenv("COLI_CUDA_LIB", str(simt_lib) if on_gpu else "/nowhere/libcoli_cuda.so")
+    command = [sys.executable, "-c", example("py", "docs/moe.md")]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert ("on cuda:0" if on_gpu else "3 on cpu") in run.stdout
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "simulated-gpu"])

@@ -23,6 +23,7 @@
     X(tensor_update)                                                                                                       \
     X(tensor_free)                                                                                                         \
     X(tensor_vram)                                                                                                         \
+    X(tensor_device)                                                                                                       \
     X(tensor_set_rotated)                                                                                                  \
     X(matmul)                                                                                                              \
     X(expert_mlp)                                                                                                          \

@@ -1,7 +1,9 @@
 /* matrix.c - do the fields of a coli_matrix fit each other? */
 #include <stdint.h>
 #include <stdio.h>
+#include <string.h>
 
+#include "../formats/e8.h"
 #include "../formats/geometry.h"
 #include "matrix.h"
 #include "status.h"
@@ -77,6 +79,11 @@ int coli_matrix_rotated(const coli_matrix *matrix) {
 int coli_matrix_same_kind(const coli_matrix *a, const coli_matrix *b) {
     return a->format == b->format && a->rows == b->rows && a->columns == b->columns && a->group_size == b->group_size &&
            a->flags == b->flags;
+}
+
+int coli_matrix_same_codebook(const coli_matrix *a, const coli_matrix *b) {
+    const void *one = a->codebook ? a->codebook : coli_e8_codebook(), *two = b->codebook ? b->codebook : coli_e8_codebook();
+    return one == two || !memcmp(one, two, COLI_E8_CODEBOOK_BYTES);
 }
 
 size_t coli_matrix_bytes(const coli_matrix *m) {

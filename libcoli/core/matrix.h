@@ -17,6 +17,8 @@ int coli_matrix_rotated(const coli_matrix *matrix);
 
 /* 1 when two matrices are alike in all but weights and codebook: format, shape, group size, flags. */
 int coli_matrix_same_kind(const coli_matrix *a, const coli_matrix *b);
+/* 1 when they are decoded with the same table. */
+int coli_matrix_same_codebook(const coli_matrix *a, const coli_matrix *b);
 
 /* Bytes of weights and scales. */
 size_t coli_matrix_bytes(const coli_matrix *matrix);

@@ -40,7 +40,7 @@ struct coli_moe {
     uint64_t failures; /* that were noted */
 };
 
-/* Whether two experts are alike in all but their weights: formats, shapes, group sizes, flags. */
+/* Whether two experts are alike in all but their weights: formats, shapes, group sizes, flags, codebooks. */
 int moe_same_kind(const coli_expert *a, const coli_expert *b);
 /* Bytes of its weights and scales. */
 size_t moe_expert_bytes(const coli_expert *expert);
@@ -62,8 +62,7 @@ void moe_set_why(moe_expert *expert, const char *why);
 void moe_drop(moe_expert *expert, const char *why);
 
 /* Counts experts that a step failed on in `stats`, which are the layer's, keeps the reason, and logs the 1st, 2nd, 4th,
- * 8th,
- * ... failure of a layer, so that a dead device does not flood. */
+ * 8th, ... failure of a layer, so that a dead device does not flood. */
 void moe_note_failure(coli_moe *layer, coli_moe_stats *stats, coli_moe_step step, int experts, const char *reason);
 
 /* At least so many bytes, of what an earlier call has given back or new; start = NULL without memory. */

@@ -105,12 +105,23 @@ static coli_status run_locked(moe_call *c, double clock) {
     return status;
 }
 
-static coli_status forward(moe_call *c, const int *ids, const float *weights, int K, const float *shared_weights) {
+static coli_status prepare_and_run(moe_call *c, const int *ids, const float *weights, int K, const float *shared_weights) {
     double clock = coli_seconds();
+    FORWARD_ERROR(moe_prepare(c, ids, weights, K, shared_weights));
+    return run_locked(c, clock);
+}
+
+static coli_status forward(moe_call *c, const int *ids, const float *weights, int K, const float *shared_weights) {
     coli_moe *layer = c->layer;
     memset(&layer->last, 0, sizeof layer->last);
-    FORWARD_ERROR(moe_prepare(c, ids, weights, K, shared_weights));
-    FORWARD_ERROR(run_locked(c, clock));
+    coli_status status = prepare_and_run(c, ids, weights, K, shared_weights);
+    if (status != COLI_OK) { /* of a call that is not done, what failed counts all the same: its reasons are kept */
+        coli_moe_stats failed = {0};
+        memcpy(failed.failed, layer->last.failed, sizeof failed.failed);
+        layer->last = failed;
+        moe_add_stats(&layer->total, &failed);
+        return status;
+    }
     layer->last.calls = 1;
     layer->last.rows = c->rows.S;
     layer->last.rotations = (uint64_t)c->rows.has_rotated;

@@ -121,9 +121,12 @@ void coli_moe_free(coli_moe *layer) {
 
 /*------   Host copies   ------*/
 
+static int matrices_alike(const coli_matrix *a, const coli_matrix *b) {
+    return coli_matrix_same_kind(a, b) && coli_matrix_same_codebook(a, b);
+}
+
 int moe_same_kind(const coli_expert *a, const coli_expert *b) {
-    return coli_matrix_same_kind(&a->gate, &b->gate) && coli_matrix_same_kind(&a->up, &b->up) &&
-           coli_matrix_same_kind(&a->down, &b->down);
+    return matrices_alike(&a->gate, &b->gate) && matrices_alike(&a->up, &b->up) && matrices_alike(&a->down, &b->down);
 }
 
 size_t moe_expert_bytes(const coli_expert *expert) {
@@ -142,9 +145,9 @@ static void take_pointers(coli_matrix *matrix, const coli_matrix *given) {
 static coli_status check_given(const coli_expert *given, const coli_expert *known, int number) {
     coli_status status = coli_expert_check(&given->gate, &given->up, &given->down, coli_matrix_check);
     RETURN_ERROR_IF(status != COLI_OK, status, "what acquire gave for expert %d: %s", number, coli_last_error());
-    RETURN_ERROR_IF(!moe_same_kind(given, known), COLI_E_STATE,
-                    "acquire gave other matrices for expert %d than the layer was made of: another format or shape",
-                    number);
+    RETURN_ERROR_IF(
+        !moe_same_kind(given, known), COLI_E_STATE,
+        "acquire gave other matrices for expert %d than the layer was made of: another format, shape or codebook", number);
     return COLI_OK;
 }
 

@@ -80,7 +80,7 @@ static candidate *list_candidates(coli_moe *const *layers, int layer_count, int 
 typedef struct room {
     int device;
     size_t left;
-    char why_none[COLI_WHY_BYTES - 256]; /* why it is not known what is free; "" where it is */
+    char why_none[COLI_WHY_BYTES]; /* why an automatic budget is 0; "" where it is more */
 } room;
 
 static const coli_matrix *matrix_of(const coli_expert *expert, int i) {
@@ -115,20 +115,45 @@ static size_t taken_bytes(const moe_expert *expert) {
     return sum;
 }
 
+/* Whether coli_cuda_shutdown has released its tensors, as far as the library tells. */
+static int was_released(const moe_expert *expert) {
+    const coli_backend_calls *call = &expert->backend->call;
+    int released = 0;
+    coli_access access = coli_backend_access(expert->backend);
+    coli_backend_lock(access);
+    for (int i = 0; i < 3 && call->tensor_device; i++)
+        released |= call->tensor_device(coli_placed_tensor(expert->placed[i])) < 0;
+    coli_backend_unlock(access);
+    return released;
+}
+
 static size_t without(size_t bytes, size_t part) {
     return bytes > part ? bytes - part : 0;
 }
 
-/* What an automatic budget allows. */
-static size_t free_room(const coli_backend *backend, room *r, size_t reserve) {
-    size_t free_bytes = 0, total;
+/* Free bytes of the device; 0 with the reason where they are not known. */
+static int ask_free_bytes(const coli_backend *backend, int device, size_t *free_bytes, char *why, size_t size) {
+    size_t total;
     coli_access access = coli_backend_access(backend);
     coli_backend_lock(access);
+    int known = backend->call.mem_info && backend->call.mem_info(device, free_bytes, &total);
     if (!backend->call.mem_info)
-        snprintf(r->why_none, sizeof r->why_none, "the library lacks coli_cuda_mem_info, so give a budget in bytes");
-    else if (!backend->call.mem_info(r->device, &free_bytes, &total))
-        coli_backend_explain(backend, "coli_cuda_mem_info", r->why_none, sizeof r->why_none);
+        snprintf(why, size, "the library lacks coli_cuda_mem_info, so give a budget in bytes");
+    else if (!known)
+        coli_backend_explain(backend, "coli_cuda_mem_info", why, size);
     coli_backend_unlock(access);
+    return known;
+}
+
+/* What an automatic budget allows. */
+static size_t free_room(const coli_backend *backend, room *r, size_t reserve) {
+    size_t free_bytes = 0;
+    char why[COLI_WHY_BYTES - 256];
+    if (!ask_free_bytes(backend, r->device, &free_bytes, why, sizeof why))
+        snprintf(r->why_none, sizeof r->why_none, "what is free on GPU %d is not known: %s", r->device, why);
+    else if (free_bytes <= reserve)
+        snprintf(r->why_none, sizeof r->why_none, "of GPU %d, %zu bytes are free, and the reserve is %zu", r->device,
+                 free_bytes, reserve);
     return without(free_bytes, reserve);
 }
 
@@ -156,11 +181,13 @@ static room *roomiest(room *rooms, int count, size_t needed) {
 
 /*------   Placing   ------*/
 
-/* What the backend can do with the expert; 0 with the reason where it can do nothing. */
+/* What the backend can do with the expert; 0 with the reason where it can do nothing, or there is none. */
 static int find_paths(moe_expert *expert, const coli_backend *backend, const char **why) {
     static const char *const features[] = {"issue_take", "expert_group", "expert_mlp"}; /* in the order of coli_moe_path */
     const coli_expert *m = &expert->matrices;
     int any = 0;
+    for (int i = 0; i < 3 && !*why; i++) *why = coli_placed_why_never(backend, matrix_of(m, i));
+    if (*why) return 0; /* a refused upload would be held against the GPU */
     for (int path = 0; path < COLI_MOE_CPU; path++) {
         const char *lacks = coli_backend_why_not_expert(backend, features[path], &m->gate, &m->up, &m->down);
         expert->can[path] = !lacks;
@@ -189,25 +216,26 @@ static int upload(moe_expert *expert, coli_backend *backend, int device, char *w
 }
 
 static void explain_no_room(const room *rooms, int count, size_t needed, char *why, size_t size) {
-    const room *unknown = rooms;
-    while (unknown < rooms + count && !unknown->why_none[0]) unknown++;
-    if (unknown < rooms + count)
-        snprintf(why, size, "what is free on GPU %d is not known: %s", unknown->device, unknown->why_none);
+    const room *none = rooms;
+    while (none < rooms + count && !none->why_none[0]) none++;
+    if (none < rooms + count)
+        snprintf(why, size, "%s", none->why_none);
     else
         snprintf(why, size, "no GPU of the call has the %zu bytes of room that it needs", needed);
 }
 
-/* Tries the devices with room, roomiest first; one that fails has none any more. */
+/* Tries the devices with room, roomiest first; one that fails has none any more. What an expert takes, the padding of small
+ * matrices included, shows when it is there: it leaves again where that is too much. */
 static void place_one(const candidate *c, coli_backend *backend, room *rooms, int count) {
     moe_expert *expert = expert_of(c);
-    size_t needed = expected_bytes(backend, &expert->matrices);
-    char why[COLI_WHY_BYTES];
-    explain_no_room(rooms, count, needed, why, sizeof why);
     const char *lacks = NULL;
     if (!find_paths(expert, backend, &lacks)) {
         moe_set_why(expert, lacks);
         return;
     }
+    size_t needed = expected_bytes(backend, &expert->matrices);
+    char why[COLI_WHY_BYTES];
+    explain_no_room(rooms, count, needed, why, sizeof why);
     if (!roomiest(rooms, count, needed)) {
         moe_set_why(expert, why);
         return;
@@ -217,13 +245,21 @@ static void place_one(const candidate *c, coli_backend *backend, room *rooms, in
         return;
     }
     for (room *target; (target = roomiest(rooms, count, needed));) {
-        if (upload(expert, backend, target->device, why, sizeof why)) {
-            target->left = without(target->left, taken_bytes(expert));
+        if (!upload(expert, backend, target->device, why, sizeof why)) {
+            target->left = 0;
+            coli_log(1, "GPU %d gets no more experts in this placement: %s", target->device, why);
+            continue;
+        }
+        size_t taken = taken_bytes(expert);
+        if (taken <= target->left) {
+            target->left -= taken;
             moe_release_host(c->layer, c->number);
             return;
         }
-        target->left = 0;
-        coli_log(1, "GPU %d gets no more experts in this placement: %s", target->device, why);
+        snprintf(why, sizeof why, "it takes %zu bytes of GPU %d, padding included, and %zu are left", taken, target->device,
+                 target->left);
+        moe_drop(expert, why);
+        target->left = needed - 1; /* for smaller ones */
     }
     moe_set_why(expert, why);
 }
@@ -269,7 +305,11 @@ static coli_status place_all(coli_moe *const *layers, int layer_count, coli_back
     candidate *all = list_candidates(layers, layer_count, &count);
     room *rooms = malloc((size_t)device_count * sizeof *rooms);
     if (all && rooms) {
-        for (int i = 0; i < device_count; i++) rooms[i] = room_of(backend, &devices[i], all, count);
+        for (int i = 0; i < count; i++) {
+            moe_expert *expert = expert_of(&all[i]);
+            if (expert->backend && was_released(expert)) moe_drop(expert, "coli_cuda_shutdown released its tensors");
+        }
+        for (int i = 0; backend && i < device_count; i++) rooms[i] = room_of(backend, &devices[i], all, count);
         for (int i = 0; i < count; i++) {
             if (!expert_of(&all[i])->backend) place_one(&all[i], backend, rooms, device_count);
         }
@@ -284,7 +324,6 @@ static coli_status place_all(coli_moe *const *layers, int layer_count, coli_back
 
 coli_status coli_moe_place(coli_moe *const *layers, int layer_count, coli_backend *backend, const coli_moe_device *devices,
                            int device_count) {
-    RETURN_ERROR_IF(!backend, COLI_E_ARGUMENT, "coli_moe_place needs a backend, got NULL");
     RETURN_ERROR_IF(device_count < 1 || !devices, COLI_E_ARGUMENT, "coli_moe_place needs at least 1 device, got %d",
                     devices ? device_count : 0);
     for (int i = 0; i < device_count; i++) {

@@ -10,6 +10,8 @@
 
 coli_status coli_rows_for(coli_rows *rows, const coli_matrix *matrix, const float **x) {
     RETURN_ERROR_IF(!rows || !matrix || !x, COLI_E_ARGUMENT, "coli_rows_for needs rows, a matrix and a place for x");
+    RETURN_ERROR_IF(matrix->columns != rows->D, COLI_E_SHAPE, "a matrix of %d columns does not meet rows of %d floats",
+                    matrix->columns, rows->D);
     if (!coli_matrix_rotated(matrix)) {
         *x = rows->x;
         return COLI_OK;

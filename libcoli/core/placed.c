@@ -41,16 +41,22 @@ static void explain_not_configured(const coli_backend *backend, int device, int 
     coli_backend_unlock(COLI_SHARED);
 }
 
+const char *coli_placed_why_never(const coli_backend *backend, const coli_matrix *matrix) {
+    const char *lacks = coli_backend_why_not(backend, coli_format_get(matrix->format)->name);
+    if (lacks) return lacks;
+    if (matrix->codebook && memcmp(matrix->codebook, coli_e8_codebook(), COLI_E8_CODEBOOK_BYTES))
+        return "its codebook is not the published one, and a GPU library has one codebook for all";
+    return NULL;
+}
+
 /* Finds what keeps the matrix from GPU `device`, short of trying; 0 with the reason in `why`. */
 static int may_upload(coli_backend *backend, int device, const coli_matrix *matrix, char why[COLI_WHY_BYTES]) {
-    const char *lacks = coli_backend_why_not(backend, coli_format_get(matrix->format)->name);
+    const char *never = coli_placed_why_never(backend, matrix);
     int configured = 0;
     if (device < 0) {
         snprintf(why, COLI_WHY_BYTES, "device %d asks for the CPU", device);
-    } else if (lacks) {
-        snprintf(why, COLI_WHY_BYTES, "%s", lacks);
-    } else if (matrix->codebook && memcmp(matrix->codebook, coli_e8_codebook(), COLI_E8_CODEBOOK_BYTES)) {
-        snprintf(why, COLI_WHY_BYTES, "its codebook is not the published one, and a GPU library has one codebook for all");
+    } else if (never) {
+        snprintf(why, COLI_WHY_BYTES, "%s", never);
     } else if (!is_configured(backend, device, &configured)) {
         explain_not_configured(backend, device, configured, why);
     } else {

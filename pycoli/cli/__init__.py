@@ -85,7 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--layer-forward",
         action="store_true",
-        help="run the whole layer with its router in place of its experts one by one, and show which paths they took",
+        help="run the whole layer of a CHECKPOINT with its router in place of its experts one by one, and show which "
+        "paths they took",
     )
     run.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the Gaussian rows (default 0)")
     add_options(run)

@@ -64,10 +64,14 @@ class Devices:
 def command(options: argparse.Namespace) -> int:
     """The command itself; returns the exit code."""
     check_output(options)
+    if options.layer_forward and options.experts != "all":
+        raise ArgumentError("--experts: --layer-forward runs a whole layer, got both")
     if warning := isa_warning():
         print(f"pycoli run: {warning}", file=sys.stderr)
     if options.checkpoint is not None:
         return _run(options, options.checkpoint, options.checkpoint)
+    if options.layer_forward:
+        raise ArgumentError("--layer-forward: expected a CHECKPOINT, since the sample has no router")
     sample = importlib.resources.files("pycoli") / "data" / "sample.safetensors"
     with importlib.resources.as_file(sample) as path:
         return _run(options, path, "the sample")

@@ -32,6 +32,7 @@ typedef struct host {
     coli_expert experts[E];
     coli_expert_tensors tensors[E]; /* of the first ON_GPU */
     uint64_t rows_by[COLI_MOE_PATHS];
+    int rotated; /* whether the last call made the rotated copy */
 } host;
 
 /* The experts on the GPU that have rows. */
@@ -93,9 +94,11 @@ static void moe(host *h, const float *x, size_t tokens_in, const int *ids, const
     CHECK_OK(coli_sort_pairs(ids, weights, tokens_in, K, E, first, tokens, pair_weights));
     for (int e = 0; e < E; e++) {
         const float *meets;
+        if (first[e] == first[e + 1]) continue; /* nobody may want the rotated copy */
         CHECK_OK(coli_rows_for(&rows, &h->experts[e].gate, &meets));
         coli_pack_rows(meets, D, tokens + first[e], first[e + 1] - first[e], packed + first[e] * D);
     }
+    h->rotated = rows.has_rotated;
     size_t gpu_rows = first[ON_GPU];
     gpu_group group = make_group(h, first);
     int issued = issue(h, &group, gpu_rows, packed);
@@ -165,6 +168,17 @@ static void check_moe(host *h, coli_moe *layer, size_t tokens, coli_moe_path exp
     CHECK(h->rows_by[COLI_MOE_CPU] > 0, "the CPU had no share");
 }
 
+static void check_rotation(host *h) {
+    static const int ids[2][K] = {{1, 3, 5}, {1, 3, 4}}; /* of these, 4 alone is E8 */
+    const float weights[K] = {1, 1, 1};
+    float x[D], out[D];
+    fill_random(x, D, 7);
+    for (int e8 = 0; e8 < 2; e8++) {
+        moe(h, x, 1, ids[e8], weights, out);
+        CHECK(h->rotated == e8, "x was%s rotated", h->rotated ? "" : " not");
+    }
+}
+
 /* 2 tokens have 3 rows on the GPU, 5 have 10: more than an issue takes. */
 static void check_paths(host *h, coli_moe *layer) {
     check_moe(h, layer, 2, COLI_MOE_ISSUE);
@@ -176,6 +190,21 @@ static void check_paths(host *h, coli_moe *layer) {
     check_moe(h, layer, 2, COLI_MOE_SINGLE);
     h->issue = issue;
     h->group = (group_call)coli_backend_symbol(h->backend, "coli_cuda_expert_group");
+}
+
+/* The tensors of expert 1 are freed by their owner, between two calls: the GPU refuses what it had a part in. */
+static void check_freed_tensors(host *h, coli_moe *layer) {
+    coli_expert_tensors *t = &h->tensors[1];
+    free_call release = (free_call)coli_backend_symbol(h->backend, "coli_cuda_tensor_free");
+    release(t->gate);
+    release(t->up);
+    release(t->down);
+    *t = (coli_expert_tensors){NULL, NULL, NULL};
+    check_moe(h, layer, S, COLI_MOE_SINGLE);
+    upload(h, &h->experts[1].gate, &t->gate);
+    upload(h, &h->experts[1].up, &t->up);
+    upload(h, &h->experts[1].down, &t->down);
+    check_paths(h, layer);
 }
 
 int main(int argc, char **argv) {
@@ -190,6 +219,7 @@ int main(int argc, char **argv) {
     coli_moe *layer = NULL;
     CHECK_OK(coli_moe_create(h.experts, E, NULL, NULL, &layer));
 
+    check_rotation(&h);
     check_paths(&h, layer);
     static const char *const working_calls[] = {"0", "1"}; /* the issue fails; it is good and the take fails */
     for (int i = 0; i < 2; i++) {
@@ -198,7 +228,7 @@ int main(int argc, char **argv) {
         set_variable("COLI_GPU_FAIL_AFTER", NULL);
         check_moe(&h, layer, 2, COLI_MOE_ISSUE);
     }
-    check_paths(&h, layer);
+    check_freed_tensors(&h, layer);
 
     coli_moe_free(layer);
     stop(&h);

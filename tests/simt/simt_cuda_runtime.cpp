@@ -91,6 +91,7 @@ struct Symbol {
 
 struct CallCount {
     size_t calls = 0, fail_at = 0;
+    bool for_good = false; /* and all later ones */
 };
 
 struct Runtime {
@@ -180,8 +181,8 @@ bool count_and_fail(const char *name) {
     for (const char *counted : {name, "*"}) {
         CallCount &count = runtime().calls[counted];
         count.calls++;
-        if (count.calls != count.fail_at) continue;
-        count.fail_at = 0;
+        if (!count.fail_at || count.calls < count.fail_at) continue;
+        if (!count.for_good) count.fail_at = 0;
         failed = true;
     }
     return failed;
@@ -1135,7 +1136,8 @@ void simt_fail_call(const char *name, int nth) {
     if (nth == 0 && strcmp(name, "*") == 0) {
         for (auto &[other, counted] : runtime().calls) counted.fail_at = 0;
     }
-    count.fail_at = nth > 0 ? count.calls + (size_t)nth : 0;
+    count.fail_at = nth ? count.calls + (size_t)std::abs(nth) : 0;
+    count.for_good = nth < 0;
 }
 
 size_t simt_call_count(const char *name) {

@@ -248,7 +248,8 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *fu
 /* For tests. */
 
 /* The nth next call of the runtime function `name` fails, nth = 1 being the next; a kernel launch is called "launch", and
- * "*" counts calls of any. nth = 0 takes the order back ("*": all orders). A failed call does nothing. */
+ * "*" counts calls of any. nth = 0 takes the order back ("*": all orders); nth = -1, -2, ... fails all later ones, too. A
+ * failed call does nothing. */
 void simt_fail_call(const char *name, int nth);
 
 /* Calls of `name` so far ("*": of any), failed ones included. */

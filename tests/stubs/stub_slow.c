@@ -1,5 +1,6 @@
 /* stub_slow.c - a GPU library whose experts give back their rows after a while: y = x after STUB_DELAY_US microseconds,
- * slept, so that the processor is free meanwhile. For measurements of what a host does around its calls. */
+ * slept, so that the processor is free meanwhile. Its two devices work at once. For measurements of what a host does around
+ * its calls. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 #include <string.h>
@@ -12,9 +13,15 @@ struct ColiCudaTensor {
     size_t bytes;
 };
 
-static struct timespec ready_at;
-static float *issued;
-static size_t issued_floats, capacity;
+enum { DEVICES = 2 };
+
+/* What a device was issued. */
+static struct issue {
+    struct timespec ready_at;
+    float *rows;
+    size_t capacity; /* floats */
+} issues[DEVICES];
+static int configured[DEVICES], configured_count;
 
 static long delay_ns(void) {
     const char *text = getenv("STUB_DELAY_US");
@@ -44,21 +51,26 @@ coli_status coli_cuda_last_status(void) {
     return COLI_OK;
 }
 int coli_cuda_init(const int *devices, int count) {
-    return devices != NULL && count == 1;
-}
-void coli_cuda_shutdown(void) {}
-int coli_cuda_available_device_count(void) {
+    if (!devices || count < 1 || count > DEVICES) return 0;
+    memcpy(configured, devices, (size_t)count * sizeof *devices);
+    configured_count = count;
     return 1;
+}
+void coli_cuda_shutdown(void) {
+    configured_count = 0;
+}
+int coli_cuda_available_device_count(void) {
+    return DEVICES;
 }
 int coli_cuda_device_count(void) {
-    return 1;
+    return configured_count;
 }
 int coli_cuda_device_at(int index) {
-    return index ? -1 : 0;
+    return index >= 0 && index < configured_count ? configured[index] : -1;
 }
 int coli_cuda_mem_info(int device, size_t *free_bytes, size_t *total_bytes) {
     *free_bytes = *total_bytes = (size_t)1 << 40;
-    return device == 0;
+    return device >= 0 && device < DEVICES;
 }
 void coli_cuda_stats(int device, size_t *count, size_t *bytes) {
     (void)device;
@@ -113,18 +125,21 @@ int coli_cuda_expert_mlp(ColiCudaTensor *gate, ColiCudaTensor *up, ColiCudaTenso
     ColiCudaTensor *const gates[] = {gate}, *const ups[] = {up}, *const downs[] = {down};
     return coli_cuda_expert_group(gates, ups, downs, &S, 1, y, x);
 }
-static int give_after_delay(size_t floats) {
-    if (floats > capacity) issued = realloc(issued, (capacity = floats) * sizeof *issued);
-    issued_floats = floats;
-    return issued != NULL;
+/* Room for so many floats, to be taken after the delay. */
+static float *give_after_delay(int device, size_t floats) {
+    struct issue *i = &issues[device];
+    i->ready_at = after_delay();
+    if (floats > i->capacity) i->rows = realloc(i->rows, (i->capacity = floats) * sizeof *i->rows);
+    return i->rows;
 }
 
 int coli_cuda_expert_group_issue(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups, ColiCudaTensor *const *downs,
                                  const int *rows, int count, const float *x) {
     (void)ups, (void)downs;
-    ready_at = after_delay();
-    if (!give_after_delay(floats_of(gates, rows, count))) return 0;
-    memcpy(issued, x, issued_floats * sizeof *issued);
+    size_t floats = floats_of(gates, rows, count);
+    float *issued = give_after_delay(gates[0]->device, floats);
+    if (!issued) return 0;
+    memcpy(issued, x, floats * sizeof *issued);
     return 1;
 }
 int coli_cuda_expert_group_issue_sum(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups, ColiCudaTensor *const *downs,
@@ -132,9 +147,9 @@ int coli_cuda_expert_group_issue_sum(ColiCudaTensor *const *gates, ColiCudaTenso
                                      const int *row_tokens, const float *row_weights) {
     (void)ups, (void)downs, (void)x_rows;
     size_t D = (size_t)gates[0]->columns, total = floats_of(gates, rows, count) / D;
-    ready_at = after_delay();
-    if (!give_after_delay((size_t)tokens * D)) return 0;
-    memset(issued, 0, issued_floats * sizeof *issued);
+    float *issued = give_after_delay(gates[0]->device, (size_t)tokens * D);
+    if (!issued) return 0;
+    memset(issued, 0, (size_t)tokens * D * sizeof *issued);
     for (size_t r = 0; r < total; r++) {
         for (size_t i = 0; i < D; i++)
             issued[(size_t)row_tokens[r] * D + i] += row_weights[r] * x[(size_t)x_index[r] * D + i];
@@ -142,6 +157,7 @@ int coli_cuda_expert_group_issue_sum(ColiCudaTensor *const *gates, ColiCudaTenso
     return 1;
 }
 const float *coli_cuda_expert_group_take(int device) {
-    sleep_until(ready_at);
-    return device == 0 ? issued : NULL;
+    if (device < 0 || device >= DEVICES) return NULL;
+    sleep_until(issues[device].ready_at);
+    return issues[device].rows;
 }

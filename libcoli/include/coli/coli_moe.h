@@ -66,8 +66,8 @@ typedef struct coli_expert {
  * must not call libcoli. */
 typedef struct coli_moe_host {
     /* Sets the `weights` and `scales` pointers of the three matrices for expert `expert` (count: the shared one); they stay
-     * valid until release. 1, or 0 where they cannot be had. Matrices of another kind than those of the layer are refused
-     * (COLI_E_STATE), and released. */
+     * valid until release. 1, or 0 where they cannot be had. Matrices of another kind than those of the layer, or with
+     * another codebook, are refused (COLI_E_STATE), and released. */
     int (*acquire)(void *user, int expert, coli_expert *matrices);
     /* The copies are not needed any more: the expert is on a GPU, or the layer is freed. */
     void (*release)(void *user, int expert);
@@ -78,9 +78,9 @@ typedef struct coli_moe_host {
 typedef struct coli_moe coli_moe;
 
 /* A layer of `count` experts of one shape, and with `shared` an expert that every row passes (its H may differ). The
- * structs are copied, the weights are not: they must outlive the layer. With `host`, the weights and scales pointers of the
- * experts are ignored, and asked for when they are needed. COLI_E_SHAPE, COLI_E_FORMAT, ... name the expert that does not
- * fit. */
+ * structs are copied, weights and codebooks are not: they must outlive the layer. With `host`, the weights and scales
+ * pointers of the experts are ignored, and asked for when they are needed; codebooks are kept as ever. COLI_E_SHAPE,
+ * COLI_E_FORMAT, ... name the expert that does not fit. */
 COLI_API coli_status coli_moe_create(const coli_expert *experts, int count, const coli_expert *shared,
                                      const coli_moe_host *host, coli_moe **layer);
 /* Releases the layer and its tensors; no other call on it may be in progress. NULL is allowed. */
@@ -105,9 +105,11 @@ typedef struct coli_moe_device {
 
 /* Uploads the experts of all these layers, shared ones first, then the hottest, each whole or not at all, to the device
  * with the most room left, until budgets are used up. Devices must have been configured by coli_backend_init. Experts that
- * are on a GPU stay there, so the call may be repeated. A device that fails gets no more in this call, and the next one is
- * tried. COLI_OK also where nothing could be placed: coli_moe_why_cpu() says why, and the log has a line for each reason.
- * `backend` must outlive the layers' stay on the GPUs. */
+ * are on a GPU stay there, so the call may be repeated; those whose tensors coli_cuda_shutdown has released are uploaded
+ * again. An expert that the library cannot take, such as one in int3-g64, is left out. A device that fails gets no more in
+ * this call, and the next one is tried. COLI_OK also where nothing could be placed, or `backend` is NULL:
+ * coli_moe_why_cpu() says why, and the log has a line for each reason. `backend` must outlive the layers' stay on the
+ * GPUs. */
 COLI_API coli_status coli_moe_place(coli_moe *const *layers, int layer_count, coli_backend *backend,
                                     const coli_moe_device *devices, int device_count);
 /* Takes all experts of the layer off the GPUs. Host copies that were released are asked for when they are needed. */
@@ -132,8 +134,8 @@ typedef struct coli_moe_repinned {
 } coli_moe_repinned;
 
 /* Swaps the hottest experts on the CPU for the coldest on GPUs by overwriting these in place, where all three matrices have
- * the same formats and shapes, while the hotter's heat is above (1 + hysteresis) times the colder's and at least one row;
- * at most `max_swaps` (0: no limit). Waits for calls in progress. `result` may be NULL. */
+ * the same formats, shapes and codebooks, while the hotter's heat is above (1 + hysteresis) times the colder's and at least
+ * one row; at most `max_swaps` (0: no limit). Waits for calls in progress. `result` may be NULL. */
 COLI_API coli_status coli_moe_repin(coli_moe *const *layers, int layer_count, double hysteresis, int max_swaps,
                                     coli_moe_repinned *result);
 
@@ -172,8 +174,9 @@ typedef struct coli_moe_stats {
     coli_moe_repinned repinned;
 } coli_moe_stats;
 
-/* Sums since the layer was created, and the last call alone; either may be NULL. `size` is sizeof(coli_moe_stats) of the
- * caller's header: later versions may have more fields, and write no more than that. */
+/* Sums since the layer was created, and the last call alone; either may be NULL. Of a call that ended in an error, only
+ * `failed` counts. `size` is sizeof(coli_moe_stats) of the caller's header: later versions may have more fields, and write
+ * no more than that. */
 COLI_API coli_status coli_moe_get_stats(coli_moe *layer, coli_moe_stats *total, coli_moe_stats *last, size_t size);
 /* Copies why a step failed last; "" when it never did. Returns the whole text's length. */
 COLI_API size_t coli_moe_why_failed(coli_moe *layer, coli_moe_step step, char *text, size_t size);
@@ -194,7 +197,7 @@ typedef struct coli_rows {
 } coli_rows;
 
 /* *x = the rows that a gate or up matrix [H, D] must meet: the plain ones, or the rotated ones where the matrix is rotated
- * E8. One thread at a time. */
+ * E8. COLI_E_SHAPE for a matrix of other columns. One thread at a time. */
 COLI_API coli_status coli_rows_for(coli_rows *rows, const coli_matrix *matrix, const float **x);
 
 /* Sorts the pairs of ids and weights [S, K] by expert, stably: first[e] ... first[e + 1] - 1 are the places of expert e in
