@@ -487,7 +487,18 @@ def test_a_manifest_whose_shards_are_damaged(tmp_path, small):
     out = tmp_path / "out"
     convert(small, out, SMALL)
     saved = json.loads((out / ".out-progress.json").read_text())
-    for shards in ([], {"out-00000.safetensors": {"bytes": 3}}, {"out-00000.safetensors": 5}):
+    name, result = next(iter(saved["shards"].items()))
+    key, loss = next(iter(result["losses"].items()))
+    for shards in (
+        [],
+        {name: {"bytes": 3}},
+        {name: 5},
+        {name: {**result, "losses": {"a|b|c": loss}}},
+        {name: {**result, "losses": {key: {**loss, "error": float("nan")}}}},
+        {name: {**result, "losses": {key: {**loss, "error": float("inf")}}}},
+        {name: {**result, "losses": {key: {**loss, "error": 10**400}}}},
+        {name: {**result, "bytes": float("inf")}},
+    ):
         (out / ".out-progress.json").write_text(json.dumps({**saved, "shards": shards}))
         with pytest.raises(pycoli.CheckpointError, match=r"out-progress\.json: damaged"):
             convert(small, out, SMALL)

@@ -52,7 +52,7 @@ class Manifest:
         fresh.complete = content.get("complete") is True
         try:
             fresh.shards = {name: _result(entry) for name, entry in content["shards"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointError(f"{fresh.path}: damaged ({error!r}); give a new folder") from error
         return fresh
 
@@ -96,12 +96,17 @@ class Manifest:
 
 def _result(entry: dict) -> ShardResult:
     losses = {key: Loss(**loss) for key, loss in entry["losses"].items()}
-    if not all(type(number) in (int, float) for loss in losses.values() for number in asdict(loss).values()):
-        raise ValueError("losses that are no numbers")
+    if not all(key.count("|") == 1 and all(map(_is_number, asdict(loss).values())) for key, loss in losses.items()):
+        raise ValueError("losses that are no numbers by kind and format")
     totals = CalibrationTotals(**entry.get("calibration", {}))
-    if not all(type(number) in (int, float) for number in _numbers(totals)):
+    if not all(map(_is_number, _numbers(totals))):
         raise ValueError("a calibration that is no numbers")
     return ShardResult(int(entry["bytes"]), str(entry["sha256"]), losses, totals)
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value can be summed up and reported: JSON as Python reads it has NaN and infinity, too."""
+    return type(value) in (int, float) and abs(value) < 2**63
 
 
 def _numbers(totals: CalibrationTotals) -> list:
