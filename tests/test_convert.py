@@ -462,6 +462,22 @@ def test_other_settings_or_another_source_are_refused(tmp_path, small, model):
     assert content(out) == before
 
 
+def test_a_model_of_the_same_shapes_is_another_source(tmp_path, small):
+    """As after training further: what is finished must not be mixed with tensors of the other model."""
+    out, other = tmp_path / "out", tmp_path / "other" / "model"
+    convert(small, out, SMALL)
+    shutil.copytree(small, other)
+    file = other / "model-1.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "experts" in name)
+    tensors[name] = (tensors[name].astype(np.float32) * 1.01).astype(ml_dtypes.bfloat16)
+    save_file(tensors, file)
+    with pytest.raises(pycoli.CheckpointError, match="is of other files"):
+        convert(other, out, SMALL)
+    copy = shutil.copytree(small, tmp_path / "copy" / "model")
+    assert convert(copy, out, SMALL).resumed > 5  # a copy is the same source, whatever the dates of its files
+
+
 def test_a_folder_with_other_things_is_refused(tmp_path, small):
     out = tmp_path / "out"
     out.mkdir()

@@ -454,6 +454,16 @@ def test_random_damage(tmp_path, rng):
     assert outcomes == {"sound", "refused"}
 
 
+def test_a_model_of_the_same_shapes_is_another_source(tmp_path, rng):
+    tensors, _ = layer_tensors(rng, (Type.Q8_0,) * 3)
+    file = write_gguf(tmp_path / "model.gguf", tensors)
+    convert(file, tmp_path / "out", Settings("int8"))
+    name = "blk.0.ffn_up_exps.weight"
+    write_gguf(file, {**tensors, name: quantised(rng, (EXPERTS, INNER, HIDDEN), Type.Q8_0)[0]})
+    with pytest.raises(pycoli.CheckpointError, match="is of other files"):
+        convert(file, tmp_path / "out", Settings("int8"))
+
+
 def test_split_files(tmp_path, rng):
     tensors, values = layer_tensors(rng, (Type.Q8_0,) * 3)
     names = list(tensors)
