@@ -317,6 +317,58 @@ def test_how_a_model_routes_comes_in_and_goes_out(tmp_path, rng, architecture, f
     assert {key: again[key] for key in config} == config
 
 
+def beside_the_experts(rng, architecture):
+    """Tensors of a layer but its experts, under the names that the architecture has, float32."""
+    norm = "post_attention_norm" if architecture == "glm4moe" else "ffn_norm"
+    shapes = {
+        "attn_norm": (HIDDEN,),
+        norm: (HIDDEN,),
+        "attn_output": (HIDDEN, HIDDEN),
+        "ffn_gate_inp": (EXPERTS, HIDDEN),
+    }
+    if architecture != "deepseek2":
+        shapes |= {"attn_q": (HIDDEN, HIDDEN), "attn_k": (HIDDEN // 2, HIDDEN)}
+    if architecture in ("qwen2moe", "deepseek2", "glm4moe"):
+        shapes |= {f"ffn_{role}_shexp": (INNER, HIDDEN) for role in ("gate", "up")}
+        shapes["ffn_down_shexp"] = (HIDDEN, INNER)
+    if architecture == "qwen2moe":
+        shapes["ffn_gate_inp_shexp"] = (HIDDEN,)
+    tensors = {f"blk.0.{name}.weight": rng.standard_normal(shape) for name, shape in shapes.items()}
+    if architecture in ("deepseek2", "glm4moe"):
+        tensors["blk.0.exp_probs_b.bias"] = rng.standard_normal(EXPERTS)
+    return {name: (w.astype(np.float32), Type.F32) for name, w in tensors.items()}
+
+
+@pytest.mark.parametrize("architecture", ["olmoe", "qwen2moe", "qwen3moe", "llama", "deepseek2", "glm4moe"])
+def test_every_tensor_of_an_architecture_comes_back(tmp_path, rng, architecture):
+    """Under the name that ggml knows it by, with the same values."""
+    tensors = layer_tensors(rng, (Type.IQ3_XXS,) * 3)[0] | beside_the_experts(rng, architecture)
+    known = gguf.MODEL_TENSORS[next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)]
+    stems = {gguf.TENSOR_NAMES[kind].format(bid=0) for kind in known}
+    assert {name.rpartition(".")[0] for name in tensors} <= stems
+    fields = {"attention__head_count": 4, "attention__head_count_kv": 2}
+    file = write_gguf(tmp_path / "model.gguf", tensors, architecture, **fields)
+    assert len(convert(file, tmp_path / "out", Settings(dense="f32")).warnings) == 2  # all names are known
+    with pycoli.Container(tmp_path / "out") as container:
+        export_gguf(container, tmp_path / "back.gguf")
+    back = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "back.gguf").tensors}
+    assert back.keys() == tensors.keys()
+    for name, (array, kind) in tensors.items():
+        assert back[name].tensor_type == kind
+        assert list(back[name].data.shape) == list(array.shape), name
+        assert back[name].data.tobytes() == array.tobytes(), name
+
+
+def test_the_factor_of_a_shared_expert_is_found(tmp_path, rng):
+    tensors = layer_tensors(rng, (Type.IQ3_XXS,) * 3)[0] | beside_the_experts(rng, "qwen2moe")
+    convert(write_gguf(tmp_path / "model.gguf", tensors, "qwen2moe"), tmp_path / "out")
+    with pycoli.Container(tmp_path / "out") as container:
+        np.testing.assert_array_equal(
+            container.shared_expert(0)[1], tensors["blk.0.ffn_gate_inp_shexp.weight"][0].reshape(-1)
+        )
+    assert main(["run", str(tmp_path / "out"), "--layer-forward", "--device", "cpu", "--tokens", "3"]) == 0
+
+
 def test_super_scales_that_cannot_be_doubled_are_named(tmp_path, rng):
     tensors, _ = layer_tensors(rng, (Type.IQ3_XXS,) * 3)
     tensors["blk.0.ffn_up_exps.weight"][0][1, 5, :2] = np.array([0x7C00], "<u2").view(np.uint8)
