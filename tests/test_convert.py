@@ -14,7 +14,7 @@ import numpy as np
 import olmoe
 import oracle
 import pytest
-from containers import write_imatrix
+from containers import file_size_limit, write_imatrix
 from safetensors.numpy import load_file, save_file
 
 import pycoli
@@ -533,6 +533,19 @@ def test_room_is_checked_first(tmp_path, small, monkeypatch):
     with pytest.raises(pycoli.CheckpointError, match="bytes are needed, but only 100,000 are free"):
         convert(small, tmp_path / "out", SMALL)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_named_and_made_good(tmp_path, small):
+    """What is free when a conversion begins may be gone later."""
+    out = tmp_path / "out"
+    for limit, file in ((15_000, "out-00000.safetensors.partial"), (100, ".out-progress.json.partial")):
+        shutil.rmtree(out, ignore_errors=True)
+        with file_size_limit(limit), pytest.raises(OSError, match="File too large") as caught:
+            convert(small, out, SMALL)
+        assert caught.value.filename == str(out / file)
+        assert not list(tmp_path.glob("out/*.partial"))
+    convert(small, out, SMALL)
+    assert not [result for result in verify(out, open_source(small)) if result.problem]
 
 
 def test_dry_run_writes_nothing(tmp_path, small):

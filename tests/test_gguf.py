@@ -2,12 +2,14 @@
 
 import ctypes
 import json
+import signal
 import struct
 from pathlib import Path
 
 import numpy as np
 import oracle
 import pytest
+from containers import file_size_limit
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -390,6 +392,27 @@ def test_what_cannot_be_exported(tmp_path, rng, capsys):
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "there.gguf")]) == 2
     assert "is not overwritten" in capsys.readouterr().err
     assert (tmp_path / "there.gguf").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [["--dry-run"], ["--experts", "int8"], ["--jobs", "2"], ["--shard-size", "4M"], ["--imatrix", "x"]],
+    ids=str,
+)
+def test_options_that_an_export_does_not_know(tmp_path, rng, capsys, option):
+    convert(write_gguf(tmp_path / "model.gguf", whole_model(rng)[0]), tmp_path / "out")
+    assert main(["convert", str(tmp_path / "out"), str(tmp_path / "back.gguf"), *option]) == 2
+    assert f"{option[0]}: is for making a container" in capsys.readouterr().err
+    assert not list(tmp_path.glob("back.gguf*"))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="limits of files are POSIX's")
+def test_an_export_without_room_names_the_file(tmp_path, rng, capsys):
+    convert(write_gguf(tmp_path / "model.gguf", whole_model(rng)[0]), tmp_path / "out")
+    with file_size_limit(300_000):
+        assert main(["convert", str(tmp_path / "out"), str(tmp_path / "back.gguf")]) == 2
+    assert "back.gguf: cannot be written" in capsys.readouterr().err
+    assert not list(tmp_path.glob("back.gguf*"))
 
 
 # Files that nobody vouches for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -220,10 +221,13 @@ def export_gguf(container: Container, path: str | os.PathLike) -> list[str]:
         writer.close()
         sync(partial)
         os.replace(partial, path)
-    except BaseException:
-        writer.close()
+    except BaseException as error:
+        with suppress(OSError):  # what is left in its buffer has no room either
+            writer.close()
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in (None, errno.ENOSPC, errno.EFBIG):  # None is numpy's
+            raise CheckpointError(f"{path}: cannot be written, the disk may be full: {error}") from error
         raise
     return ["a tokenizer has to be added", "matrices other than experts are float32"]
 

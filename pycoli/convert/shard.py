@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,7 +92,7 @@ def write_shard(
     final, partial = folder / shard.name, folder / f"{shard.name}.partial"
     data_start = len(shard.header({}))
     try:
-        with open(partial, "wb") as file:
+        with _naming(partial), open(partial, "wb") as file:
             file.truncate(shard.file_bytes)
 
         def work(part: _Chunk | _Expert) -> tuple[list[tuple[PlannedTensor, Loss]], CalibrationTotals]:
@@ -122,13 +122,24 @@ def replace_file(path: Path, content: bytes) -> None:
     """Gives a file its content all at once: whoever reads sees the old one or the new one."""
     partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_bytes(content)
+        with _naming(partial):
+            partial.write_bytes(content)
         sync(partial)
         os.replace(partial, path)
         sync(path.parent)
     except BaseException:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of the system name the file; those of writing, such as that of a full disk, do not by themselves."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
         raise
 
 
@@ -261,7 +272,7 @@ def squared_error(w: np.ndarray, decoded: np.ndarray) -> tuple[float, float]:
 
 
 def _write_at(path: Path, offset: int, data: np.ndarray) -> None:
-    with open(path, "r+b", buffering=0) as file:
+    with _naming(path), open(path, "r+b", buffering=0) as file:
         file.seek(offset)
         buffer = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
         while buffer:
