@@ -1,8 +1,10 @@
 """Conversion: it writes what encode() gives, in the hosts' layout, and nothing half, whatever stops it."""
 
+import errno
 import hashlib
 import json
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -526,6 +528,54 @@ def test_two_conversions_at_once(tmp_path, small):
     with conversion._locked(out), pytest.raises(pycoli.StateError, match="another conversion is writing there"):
         convert(small, out, SMALL)
     convert(small, out, SMALL)
+
+
+def test_a_conversion_that_fails_leaves_the_folder_of_another(tmp_path, small, monkeypatch):
+    """Both may have found no folder; who comes second to the lock must not remove what the first is about to fill."""
+    out = tmp_path / "out"
+    real = manifest.Manifest.open.__func__
+    others = []
+
+    def open_manifest(cls, *arguments):
+        if not out.exists():  # the first look; another conversion begins right after it
+            opened = real(cls, *arguments)
+            out.mkdir()
+            others.append(conversion._locked(out))
+            others[-1].__enter__()
+            return opened
+        return real(cls, *arguments)
+
+    monkeypatch.setattr(manifest.Manifest, "open", classmethod(open_manifest))
+    monkeypatch.setattr(pathlib.Path, "exists", lambda path: path != out and os.path.exists(path))
+    with pytest.raises(pycoli.StateError, match="another conversion is writing there"):
+        convert(small, out, SMALL)
+    assert os.listdir(out) == [manifest.LOCK]
+    others[-1].__exit__(None, None, None)
+
+
+def test_a_lock_that_was_removed_is_none(tmp_path, monkeypatch):
+    """Whoever opened it before, and locks it after, would be alone with it while others lock the next one."""
+    real = conversion._lock
+
+    def removed_before(file):
+        (tmp_path / manifest.LOCK).unlink()
+        return real(file)
+
+    monkeypatch.setattr(conversion, "_lock", removed_before)
+    with pytest.raises(pycoli.StateError, match="another conversion"), conversion._locked(tmp_path):
+        pass
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, small, monkeypatch):
+    fcntl = pytest.importorskip("fcntl", reason="POSIX has it")
+
+    def refuse(*arguments):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="No locks available") as caught:
+        convert(small, tmp_path / "out", SMALL)
+    assert caught.value.filename == str(tmp_path / "out" / manifest.LOCK)
 
 
 def test_room_is_checked_first(tmp_path, small, monkeypatch):

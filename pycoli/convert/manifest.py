@@ -120,4 +120,4 @@ def _is_ours(file: Path) -> bool:
 
 
 LOCK = ".out-progress.lock"
-"""Held by a running conversion; never removed, so that two cannot hold different ones."""
+"""Held by a running conversion; only who holds it may remove it, with the folder that it leaves empty."""
