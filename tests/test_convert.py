@@ -516,6 +516,7 @@ def test_a_manifest_whose_shards_are_damaged(tmp_path, small):
         {name: {**result, "losses": {key: {**loss, "error": float("inf")}}}},
         {name: {**result, "losses": {key: {**loss, "error": 10**400}}}},
         {name: {**result, "bytes": float("inf")}},
+        {name: {**result, "wrong": [3]}},
     ):
         (out / ".out-progress.json").write_text(json.dumps({**saved, "shards": shards}))
         with pytest.raises(pycoli.CheckpointError, match=r"out-progress\.json: damaged"):
@@ -631,6 +632,20 @@ def test_weights_that_are_not_finite(tmp_path, rng, value, monkeypatch):
         convert(write_model(tmp_path / "model", tensors), tmp_path / "out", Settings("int8"))
     assert not list((tmp_path / "out").glob("out-*.safetensors"))
     assert not list((tmp_path / "out").glob("*.partial"))
+
+
+@pytest.mark.parametrize("scale", [1e20, 1e-20])
+def test_weights_that_a_format_cannot_hold_are_warned_of(tmp_path, rng, scale):
+    """E8 has fp16 super-scales: such weights are clipped, or become zeros. The next run still says so."""
+    tensors = model_tensors(rng)
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    tensors[name] = (tensors[name].astype(np.float32) * scale).astype(ml_dtypes.bfloat16)
+    folder = write_model(tmp_path / "model", tensors)
+    for _ in range(2):
+        (warning,) = convert(folder, tmp_path / "out").warnings
+        assert warning.startswith(f"{name}: lost more than a matrix should in its format")
+    wrong = [result.name for result in verify(tmp_path / "out", open_source(folder)) if result.problem]
+    assert wrong == [name]
 
 
 def damaged(name, change):

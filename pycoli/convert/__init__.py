@@ -216,6 +216,12 @@ def _run(
         report.calibration.add(result.calibration)
         for key, loss in result.losses.items():
             report.losses.setdefault(key, Loss()).add(loss)
+    if wrong := [name for _, result in sorted(manifest.shards.items()) for name in result.wrong]:
+        others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        report.warnings.append(
+            f"{wrong[0]}{others}: lost more than a matrix should in its format, as where weights are larger or smaller "
+            "than it can hold; pycoli verify lists them"
+        )
     for name, content in companions.items():
         replace_file(folder / name, content if isinstance(content, bytes) else content.read_bytes())
     if not manifest.complete:

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -87,6 +88,7 @@ class Manifest:
                     "sha256": result.sha256,
                     "losses": {key: asdict(loss) for key, loss in sorted(result.losses.items())},
                     "calibration": asdict(result.calibration),
+                    "wrong": result.wrong,
                 }
                 for name, result in sorted(self.shards.items())
             },
@@ -101,12 +103,15 @@ def _result(entry: dict) -> ShardResult:
     totals = CalibrationTotals(**entry.get("calibration", {}))
     if not all(map(_is_number, _numbers(totals))):
         raise ValueError("a calibration that is no numbers")
-    return ShardResult(int(entry["bytes"]), str(entry["sha256"]), losses, totals)
+    wrong = entry.get("wrong", [])
+    if not (isinstance(wrong, list) and all(isinstance(name, str) for name in wrong)):
+        raise ValueError("wrong matrices that are no names")
+    return ShardResult(int(entry["bytes"]), str(entry["sha256"]), losses, totals, wrong)
 
 
 def _is_number(value: object) -> bool:
     """Whether a value can be summed up and reported: JSON as Python reads it has NaN and infinity, too."""
-    return type(value) in (int, float) and abs(value) < 2**63
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _numbers(totals: CalibrationTotals) -> list:
