@@ -671,7 +671,11 @@ def damaged(name, change):
         ),
         (
             damaged("model.layers.0.mlp.experts.0.up_proj.weight", lambda w: w.astype(np.int8)),
-            "experts.0.up_proj.weight.*expected a float type, got I8",
+            "experts.0.up_proj.weight.*expected a float type that float32 can hold, got I8",
+        ),
+        (
+            damaged("model.layers.0.mlp.experts.0.up_proj.weight", lambda w: w.astype(np.float64)),
+            "experts.0.up_proj.weight.*expected a float type that float32 can hold, got F64",
         ),
         (
             damaged("model.layers.0.mlp.experts.0.up_proj.weight", lambda w: w.astype(ml_dtypes.float8_e4m3fn)),

@@ -371,6 +371,16 @@ def test_the_factor_of_a_shared_expert_is_found(tmp_path, rng):
     assert main(["run", str(tmp_path / "out"), "--layer-forward", "--device", "cpu", "--tokens", "3"]) == 0
 
 
+def test_float64_is_not_rounded(tmp_path, rng):
+    tensors = whole_model(rng)[0]
+    exact = rng.standard_normal((2, 5))
+    tensors["blk.0.scale.weight"] = (exact, Type.F64)
+    file = write_gguf(tmp_path / "model.gguf", tensors)
+    convert(file, tmp_path / "out")
+    np.testing.assert_array_equal(load_file(tmp_path / "out" / "out-00000.safetensors")["blk.0.scale.weight"], exact)
+    assert not [result for result in verify(tmp_path / "out", open_source(file)) if result.problem]
+
+
 def test_super_scales_that_cannot_be_doubled_are_named(tmp_path, rng):
     tensors, _ = layer_tensors(rng, (Type.IQ3_XXS,) * 3)
     tensors["blk.0.ffn_up_exps.weight"][0][1, 5, :2] = np.array([0x7C00], "<u2").view(np.uint8)

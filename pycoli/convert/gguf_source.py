@@ -26,7 +26,9 @@ from .source import Source, SourceTensor
 
 __all__ = ["GgufSource", "export_gguf"]
 
-_INTEGERS = ("I8", "I16", "I32", "I64")
+_AS_THEY_ARE = ("I8", "I16", "I32", "I64", "F64")
+"""Types whose values float32 does not hold; such tensors are taken over byte for byte."""
+
 _NATIVE = {
     "IQ3_XXS": (Encoding("e8", rotated=False), from_iq3_xxs),
     "Q4_0": (Encoding("int4-g32"), from_q4_0),
@@ -49,7 +51,7 @@ class _GgufMatrix(SourceTensor):
 
     def __post_init__(self):
         self.source = f"{self.name} ({self.tensor.name} in {self.file.path})"
-        self.is_float = self.tensor.dtype not in _INTEGERS
+        self.is_float = self.tensor.dtype not in _AS_THEY_ARE
         self.dtype = self.tensor.dtype
         if self.order is None and len(self.shape) == 2 and self.dtype in _NATIVE:
             self.native = _NATIVE[self.dtype][0]
