@@ -982,11 +982,16 @@ def test_recordings_that_do_not_do(tmp_path, model, tensors, message):
         ({"blk.0.attn_q.weight": np.ones(HIDDEN)}, "nothing on the experts of this model, such as blk.0.ffn_"),
         ({"blk.0.ffn_up_exps.weight": np.ones(HIDDEN + 1)}, "ffn_up_exps.weight: expected 512 numbers an expert"),
         ({"blk.0.ffn_up_exps.weight": np.ones(2 * HIDDEN)}, "expected 512 numbers an expert, for at least 3, got 1024"),
+        (
+            {"blk.0.ffn_up_exps.weight": np.ones(3 * HIDDEN), "blk.1.ffn_down_exps.weight": np.ones(2 * INNER)},
+            "blk.1.ffn_down_exps.weight: expected 256 numbers an expert, for at least 3, got 512",
+        ),
     ],
 )
 def test_imatrices_that_do_not_do(tmp_path, model, vectors, message):
     with pytest.raises(pycoli.CheckpointError, match=message):
         convert(model[0], tmp_path / "out", CALIBRATED, knowledge=Imatrix(write_imatrix(tmp_path / "i.dat", vectors)))
+    assert not (tmp_path / "out").exists()  # found before the work, which takes hours
 
 
 def test_calibration_where_there_is_nothing_to_calibrate(tmp_path, model, rng):
