@@ -1,5 +1,6 @@
 """GGUF: the values of gguf's own decoder, no bit lost on the way in and out, and files that nobody vouches for."""
 
+import argparse
 import ctypes
 import json
 import signal
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import pycoli
+from pycoli.cli import convert as convert_command
 from pycoli.cli import main
 from pycoli.convert import Settings, convert, open_source
 from pycoli.convert.verify import verify
@@ -414,6 +416,15 @@ def test_options_that_an_export_does_not_know(tmp_path, rng, capsys, option):
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "back.gguf"), *option]) == 2
     assert f"{option[0]}: is for making a container" in capsys.readouterr().err
     assert not list(tmp_path.glob("back.gguf*"))
+
+
+def test_every_option_of_a_conversion_is_known_by_its_default():
+    parser = argparse.ArgumentParser()
+    convert_command.add_parser(parser.add_subparsers())
+    given = vars(parser.parse_args(["convert", "SRC", "DST"]))
+    assert {name: given[name] for name in given.keys() - {"source", "destination", "json", "output"}} == (
+        convert_command._OF_CONVERSIONS
+    )
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="limits of files are POSIX's")

@@ -144,9 +144,17 @@ def _open_encoder(device: str | int) -> Device | None:
 
 
 _OF_CONVERSIONS = {
-    **{name: getattr(Settings, name) for name in ("experts", "dense", "keep", "fallback")},
-    **{"quality": None, "imatrix": None, "activations": None, "shard_size": Settings.shard_bytes},
-    **{"jobs": 1, "device": "cpu", "dry_run": False},
+    "experts": Settings.experts,
+    "dense": Settings.dense,
+    "quality": None,
+    "imatrix": None,
+    "activations": None,
+    "keep": Settings.keep,
+    "fallback": Settings.fallback,
+    "shard_size": Settings.shard_bytes,
+    "jobs": 1,
+    "device": "cpu",
+    "dry_run": False,
 }
 """Options that say how to make a container, and their defaults."""
 
