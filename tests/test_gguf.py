@@ -418,6 +418,16 @@ def test_options_that_an_export_does_not_know(tmp_path, rng, capsys, option):
     assert not list(tmp_path.glob("back.gguf*"))
 
 
+@pytest.mark.parametrize("model_type", [None, "my_moe"])
+def test_an_architecture_that_ggml_does_not_know_is_warned_of(tmp_path, rng, capsys, model_type):
+    convert(write_gguf(tmp_path / "model.gguf", whole_model(rng)[0]), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    assert main(["convert", str(tmp_path / "out"), str(tmp_path / "back.gguf")]) == 0
+    wanted = f"{model_type!r} goes out as the architecture {model_type or 'unknown'!r}, which ggml does not know"
+    assert wanted in capsys.readouterr().err
+
+
 def test_every_option_of_a_conversion_is_known_by_its_default():
     parser = argparse.ArgumentParser()
     convert_command.add_parser(parser.add_subparsers())

@@ -112,8 +112,9 @@ def to_gguf(name: str, architecture: str) -> str:
     return name
 
 
-def architecture_of(model_type: str) -> str:
-    """The GGUF architecture of a model type."""
+def _architecture(config: dict) -> str:
+    """The GGUF architecture of a model; its model type where that is not known."""
+    model_type = str(config.get("model_type") or "unknown")
     return next((arch for arch, known in _MODEL_TYPES.items() if known == model_type), model_type)
 
 
@@ -162,12 +163,12 @@ def renormalise_field(config: dict) -> tuple[str, bool] | None:
     said = config.get("norm_topk_prob")
     if not isinstance(said, bool):
         return None
-    return f"{architecture_of(str(config.get('model_type', 'unknown')))}.expert_weights_norm", said
+    return f"{_architecture(config)}.expert_weights_norm", said
 
 
 def fields_of(config: dict) -> tuple[str, dict[str, int], dict[str, float]]:
     """Architecture, whole numbers and reals of a GGUF file for a configuration."""
-    architecture = architecture_of(str(config.get("model_type", "unknown")))
+    architecture = _architecture(config)
     sizes = {f"{architecture}.{field}": config.get(key) for key, field in _SIZES.items()}
     sizes[f"{architecture}.expert_feed_forward_length"] = config.get("moe_intermediate_size")
     sizes[f"{architecture}.expert_count"] = next(

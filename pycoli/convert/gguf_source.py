@@ -231,7 +231,13 @@ def export_gguf(container: Container, path: str | os.PathLike) -> list[str]:
         if isinstance(error, OSError) and error.errno in (None, errno.ENOSPC, errno.EFBIG):  # None is numpy's
             raise CheckpointError(f"{path}: cannot be written, the disk may be full: {error}") from error
         raise
-    return ["a tokenizer has to be added", "matrices other than experts are float32"]
+    warnings = ["a tokenizer has to be added", "matrices other than experts are float32"]
+    if architecture not in gguf.MODEL_ARCH_NAMES.values():
+        warnings.append(
+            f"the model type {container.config.get('model_type')!r} goes out as the architecture {architecture!r}, "
+            "which ggml does not know"
+        )
+    return warnings
 
 
 @dataclass
