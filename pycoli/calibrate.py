@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import time
@@ -12,7 +13,7 @@ import numpy as np
 
 from ._arrays import MAX_DIM, as_float32, as_rows, check_finite, floats
 from ._lib import check, lib
-from .errors import ArgumentError, CheckpointError, NotProvidedError, ShapeError, StateError
+from .errors import ArgumentError, CheckpointError, ShapeError, StateError
 
 MIN_ROWS = 64
 """Activations below this number say too little of the columns' relations; encoding falls back to searching."""
@@ -103,7 +104,8 @@ class Calibration:
         importance = as_importance(importance)
         calibration.columns = importance.size
         calibration.rows = None
-        calibration._gram = np.diag(importance)
+        # relations alone count: powers of two, so that no bit changes, keep sums clear of what float32 cannot hold
+        calibration._gram = np.diag(np.ldexp(importance, -np.frexp(importance.max())[1]))
         return calibration
 
     def add(self, x, exact=None) -> None:
@@ -270,25 +272,24 @@ def _read_binary_imatrix(path: Path, content: bytes) -> dict[str, np.ndarray]:
 
 
 def _read_gguf_imatrix(path: Path) -> dict[str, np.ndarray]:
-    try:
-        import gguf
-    except ImportError:
-        raise NotProvidedError(f"{path} is a GGUF file; reading it needs the package gguf: pip install gguf") from None
-    try:
-        tensors = {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(path).tensors}
-    except (ValueError, KeyError, IndexError, OverflowError, OSError) as error:
-        raise CheckpointError(f"{path}: not a readable GGUF file: {error}") from error
-    vectors = {}
-    for stored, sums in tensors.items():
+    from .gguf import GgufFile  # here, as that module builds on this one
+
+    file, vectors = GgufFile(path), {}
+    for stored, tensor in file.tensors.items():
         if not stored.endswith(".in_sum2"):
             continue
         name = stored.removesuffix(".in_sum2")
-        counts = tensors.get(f"{name}.counts")
-        sums = np.atleast_2d(sums)
-        if counts is None or sums.dtype != np.float32 or sums.ndim != 2 or counts.size != len(sums):
-            raise CheckpointError(f"{path}: {stored} {list(sums.shape)}: expected {name}.counts, one for each row")
-        means = (sums / np.maximum(counts.reshape(-1, 1), 1)).astype(np.float32)
-        vectors[name] = means[0] if len(means) == 1 else means
+        counts = file.tensors.get(f"{name}.counts")
+        rows = math.prod(tensor.shape[:-1])
+        if tensor.dtype != "F32" or not 1 <= len(tensor.shape) <= 2:
+            raise CheckpointError(
+                f"{path}: {stored}: expected F32 [rows, columns], got {tensor.dtype} {list(tensor.shape)}"
+            )
+        if counts is None or counts.dtype != "F32" or math.prod(counts.shape) != rows:
+            raise CheckpointError(f"{path}: {stored} {list(tensor.shape)}: expected {name}.counts, one for each row")
+        calls = file.read(counts, 0, counts.nbytes).view("<f4").reshape(rows, 1)
+        means = (file.rows(tensor, 0, rows) / np.maximum(calls, 1)).astype(np.float32)
+        vectors[name] = means[0] if rows == 1 else means
     if not vectors:
         raise CheckpointError(f"{path}: a GGUF file without importance (tensors named *.in_sum2)")
     return vectors

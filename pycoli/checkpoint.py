@@ -245,6 +245,8 @@ class Checkpoint:
             single = self.path / _SINGLE
             if not single.exists():
                 text = f"{self.path}: expected {_SINGLE} or {_INDEX} in this folder, found neither"
+                if any(self.path.glob("out-*.safetensors")):
+                    raise CheckpointError(f"{text}, but a container; give the model that it was made from")
                 foreign = next((file for file in sorted(self.path.iterdir()) if file.suffix in _FOREIGN), None)
                 raise CheckpointError(f"{text}, but {foreign.name}: {_FOREIGN[foreign.suffix]}" if foreign else text)
             return self._list_file(single)

@@ -9,7 +9,6 @@ tables of types, decodes the others and writes files. It comes with ``pip instal
 
 from __future__ import annotations
 
-import hashlib
 import math
 import mmap
 import os
@@ -21,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from .errors import CheckpointError, FormatError, NotProvidedError, ShapeError, SizeError
+from .tensorfile import fingerprint
 from .weights import Weights
 
 __all__ = ["GgufFile", "GgufTensor", "from_iq3_xxs", "from_q4_0", "to_iq3_xxs"]
@@ -173,8 +173,9 @@ class GgufFile:
         self._header_bytes = self._at
 
     def fingerprint(self) -> str:
-        """A text that is another one for a file of other tensors: its size and the SHA-256 of its header."""
-        return f"{self._size} {hashlib.sha256(self._map[: self._header_bytes]).hexdigest()}"
+        """A text that is another one for a file of other tensors."""
+        places = ((tensor.offset, tensor.nbytes) for tensor in self.tensors.values())
+        return fingerprint(self.path, self._header_bytes, places)
 
     def read(self, tensor: GgufTensor, start: int, nbytes: int) -> np.ndarray:
         """A copy of bytes of a tensor, uint8 [nbytes]. CheckpointError where the file has become shorter."""

@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import ml_dtypes
@@ -38,6 +39,9 @@ BITS = {
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
 """Bits of an element, of all types that a file may have."""
+
+_SAMPLE_BYTES = 256
+"""Of each tensor in fingerprint(): more than a hundred weights, as training further leaves some as they are."""
 
 
 class TensorFile:
@@ -173,8 +177,9 @@ class TensorFile:
         return out
 
     def fingerprint(self) -> str:
-        """A text that is another one for a file of other tensors: its size and the SHA-256 of its header."""
-        return f"{len(self._map)} {hashlib.sha256(self._map[: self._data_start]).hexdigest()}"
+        """A text that is another one for a file of other tensors."""
+        places = ((self.offset(name), self.nbytes(name)) for name in self._tensors)
+        return fingerprint(self.path, self._data_start, places)
 
     def offset(self, name: str) -> int:
         """Where a tensor's data begins in the file."""
@@ -189,6 +194,23 @@ class TensorFile:
                 f"{name} in {self.path}: expected one of the types {', '.join(DTYPES)}, got {self.dtype(name)}"
             )
         return dtype
+
+
+def fingerprint(path: Path, header_bytes: int, places: Iterable[tuple[int, int]]) -> str:
+    """A text that is another one for a file of other tensors, be they of the same names and shapes, as those of a model
+    that was trained further: its size, and the SHA-256 of its header and of a sample of each tensor.
+
+    Parameters
+    ----------
+    places : iterable of (int, int)
+        Where in the file each tensor is, and its bytes.
+    """
+    with open(path, "rb", buffering=0) as file:
+        result = hashlib.sha256(file.read(header_bytes))
+        for offset, nbytes in places:
+            file.seek(offset + max(0, nbytes - _SAMPLE_BYTES) // 2)
+            result.update(file.read(min(nbytes, _SAMPLE_BYTES)))
+        return f"{os.fstat(file.fileno()).st_size} {result.hexdigest()}"
 
 
 def _wrong_entry(entry: object, data_bytes: int) -> str | None:

@@ -197,8 +197,8 @@ def encode_calibrated(
     columns = w.shape[1]
     if calibration.columns != columns:
         raise ShapeError(f"w {list(w.shape)} needs a Calibration of {columns} columns, got {calibration.columns}")
-    if not 0 <= damping <= 1:
-        raise ArgumentError(f"damping must be from 0 to 1, got {damping}")
+    if not isinstance(damping, (int, float, np.floating)) or not 0 <= damping <= 1:
+        raise ArgumentError(f"damping must be from 0 to 1, got {damping!r}")
     reason = calibration.fallback_reason()
     targets = w if reason else calibration.targets(w, damping)
     hessian = calibration.hessian(rotate)

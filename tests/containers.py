@@ -2,6 +2,7 @@
 
 import json
 import struct
+from contextlib import contextmanager
 
 import numpy as np
 import oracle
@@ -53,3 +54,16 @@ def write_imatrix(path, vectors):
         content += np.ascontiguousarray(sums, "<f4").tobytes()
     path.write_bytes(content)
     return path
+
+
+@contextmanager
+def file_size_limit(nbytes):
+    """As on a disk that is full at a moment nobody expects: no file of this process may become larger."""
+    import resource  # POSIX alone has it
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,18 @@ class Olmoe:
             [self._expert(checkpoint, layer, number) for number in range(checkpoint.expert_count(layer))]
             for layer in range(self.layers)
         ]
+
+    def changed(self, weights: dict[str, np.ndarray], experts: Sequence[Sequence[Expert]]) -> Olmoe:
+        """The model with others of its weights, by their names in the checkpoint, and other experts."""
+        other = copy(self)
+        renamed = {name.removeprefix("model."): w for name, w in weights.items()}
+        other._weights = {name: renamed.get(name, w) for name, w in self._weights.items()}
+        other.experts = experts
+        return other
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """All but the experts, by their names in the checkpoint."""
+        return {name if name == "lm_head.weight" else f"model.{name}": w for name, w in self._weights.items()}
 
     @staticmethod
     def _expert(checkpoint: Checkpoint, layer: int, number: int) -> Expert:

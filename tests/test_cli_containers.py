@@ -16,6 +16,7 @@ from containers import random_layer, write_container, write_imatrix
 from safetensors.numpy import load_file, save_file
 
 from pycoli.cli import main
+from pycoli.convert import shard
 
 HIDDEN, INNER = 256, 128
 
@@ -259,6 +260,56 @@ def test_inspect_plots_that_do_not_do(capsys, tmp_path, rng, plot, message):
     code, out, err = pycoli(capsys, "inspect", folder, "--plot", tmp_path / plot)
     assert (code, out) == (2, "")
     assert any(part in err for part in message.split("|"))
+
+
+def test_inspect_a_layer_that_is_not_there(capsys, tmp_path, rng):
+    folder = write_container(tmp_path / "model", random_layer(rng, "e8", 1))
+    for path in (folder, folder / "out-00000.safetensors"):
+        code, out, err = pycoli(capsys, "inspect", path, "--layer", "4")
+        assert (code, out) == (2, "")
+        assert "layers are 1, got layer 4" in err
+    save_file({"x": np.zeros(3, np.float32)}, tmp_path / "plain.safetensors")
+    assert (
+        "layers are not there, got layer 0"
+        in pycoli(capsys, "inspect", tmp_path / "plain.safetensors", "--layer", "0")[2]
+    )
+    with pytest.raises(SystemExit, match="2"):
+        main(["inspect", str(folder), "--layer", "-1"])
+
+
+def test_names_of_a_hostile_file_do_not_reach_the_terminal(capsys, tmp_path):
+    """Neither as commands to it, nor as lines that the program would have written."""
+    name = "a\x1b[2J\nright: 5 tensors\x9b\u202e"
+    save_file({name: np.zeros(3, np.float32)}, tmp_path / "plain.safetensors")
+    _, out, _ = pycoli(capsys, "inspect", tmp_path / "plain.safetensors")
+    assert out.splitlines()[2].split("  ")[0] == r"a\x1b[2J\nright: 5 tensors\x9b\u202e"
+    _, _, err = pycoli(capsys, "inspect", tmp_path / "\x1b[2J")
+    assert r"\x1b[2J: no such file" in err
+
+
+def test_a_container_is_no_model(capsys, tmp_path, model):
+    pycoli(capsys, "convert", model, tmp_path / "out")
+    for command in (
+        ["convert", tmp_path / "out", tmp_path / "again"],
+        ["verify", tmp_path / "out", "--against", tmp_path / "out"],
+    ):
+        code, _, err = pycoli(capsys, *command)
+        assert code == 2
+        assert "found neither, but a container; give the model that it was made from" in err
+
+
+def test_interrupted(capsys, tmp_path, model, monkeypatch):
+    """By Ctrl-C: a line in place of a traceback, and a conversion that goes on later."""
+    written = shard._write_chunk
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shard, "_write_chunk", interrupt)
+    code, out, err = pycoli(capsys, "convert", model, tmp_path / "out")
+    assert (code, out, err.splitlines()[-1]) == (130, "", "pycoli convert: interrupted")
+    monkeypatch.setattr(shard, "_write_chunk", written)
+    assert pycoli(capsys, "convert", model, tmp_path / "out")[0] == 0
 
 
 def test_inspect_a_damaged_tensor(capsys, tmp_path, rng):

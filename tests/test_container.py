@@ -1,8 +1,10 @@
 """Containers: what existing hosts write is read, experts come without copies, and nothing in a file is believed."""
 
 import json
+import re
 import shutil
 import threading
+from pathlib import Path
 
 import numpy as np
 import oracle
@@ -85,6 +87,39 @@ def test_weights_are_the_map_of_the_file(e8):
         container.expert(1, 0)
     with pytest.raises(pycoli.StateError, match="is closed"):
         container.experts(1)
+
+
+def resident_bytes(file):
+    """How much of a file this process has mapped and touched."""
+    nbytes, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.endswith(str(file))
+        elif inside and line.startswith("Rss:"):
+            nbytes += 1024 * int(line.split()[1])
+    return nbytes
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells what is mapped")
+def test_one_expert_is_read_and_nothing_of_the_others(tmp_path):
+    count, shape = 64, (256, 2048)
+    data = np.random.default_rng(2).integers(0, 256, oracle.row_bytes("int8", shape[1]) * shape[0], dtype=np.uint8)
+    tensors = {}
+    for expert in range(count):
+        for name in MATRICES:
+            stem = STEM.format(layer=0, expert=expert, matrix=name)
+            rows = shape[name == "down_proj"]
+            tensors |= {stem: data, f"{stem}.qs": np.ones(rows, np.float32)}
+    config = {"hidden_size": shape[1], "moe_intermediate_size": shape[0], "num_experts": count}
+    file = write_container(tmp_path / "model", {}, config, extra=tensors) / "out-00000.safetensors"
+    with pycoli.Container(file.parent) as container:
+        assert resident_bytes(file) < 2**20
+        one = container.expert_nbytes(0, 40)
+        assert sum(int(weights.data.sum()) for weights in container.expert(0, 40)) == 3 * int(data.sum())
+        touched = resident_bytes(file)
+        assert one <= touched < one + 2**21  # the system brings neighbouring pages along
+        container.read_into(0, 7, bytearray(one))
+        assert resident_bytes(file) == touched
 
 
 def test_a_single_file(tmp_path, rng):

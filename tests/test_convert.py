@@ -1,8 +1,10 @@
 """Conversion: it writes what encode() gives, in the hosts' layout, and nothing half, whatever stops it."""
 
+import errno
 import hashlib
 import json
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -14,7 +16,7 @@ import numpy as np
 import olmoe
 import oracle
 import pytest
-from containers import write_imatrix
+from containers import file_size_limit, write_imatrix
 from safetensors.numpy import load_file, save_file
 
 import pycoli
@@ -462,6 +464,22 @@ def test_other_settings_or_another_source_are_refused(tmp_path, small, model):
     assert content(out) == before
 
 
+def test_a_model_of_the_same_shapes_is_another_source(tmp_path, small):
+    """As after training further: what is finished must not be mixed with tensors of the other model."""
+    out, other = tmp_path / "out", tmp_path / "other" / "model"
+    convert(small, out, SMALL)
+    shutil.copytree(small, other)
+    file = other / "model-1.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "experts" in name)
+    tensors[name] = (tensors[name].astype(np.float32) * 1.01).astype(ml_dtypes.bfloat16)
+    save_file(tensors, file)
+    with pytest.raises(pycoli.CheckpointError, match="is of other files"):
+        convert(other, out, SMALL)
+    copy = shutil.copytree(small, tmp_path / "copy" / "model")
+    assert convert(copy, out, SMALL).resumed > 5  # a copy is the same source, whatever the dates of its files
+
+
 def test_a_folder_with_other_things_is_refused(tmp_path, small):
     out = tmp_path / "out"
     out.mkdir()
@@ -487,7 +505,19 @@ def test_a_manifest_whose_shards_are_damaged(tmp_path, small):
     out = tmp_path / "out"
     convert(small, out, SMALL)
     saved = json.loads((out / ".out-progress.json").read_text())
-    for shards in ([], {"out-00000.safetensors": {"bytes": 3}}, {"out-00000.safetensors": 5}):
+    name, result = next(iter(saved["shards"].items()))
+    key, loss = next(iter(result["losses"].items()))
+    for shards in (
+        [],
+        {name: {"bytes": 3}},
+        {name: 5},
+        {name: {**result, "losses": {"a|b|c": loss}}},
+        {name: {**result, "losses": {key: {**loss, "error": float("nan")}}}},
+        {name: {**result, "losses": {key: {**loss, "error": float("inf")}}}},
+        {name: {**result, "losses": {key: {**loss, "error": 10**400}}}},
+        {name: {**result, "bytes": float("inf")}},
+        {name: {**result, "wrong": [3]}},
+    ):
         (out / ".out-progress.json").write_text(json.dumps({**saved, "shards": shards}))
         with pytest.raises(pycoli.CheckpointError, match=r"out-progress\.json: damaged"):
             convert(small, out, SMALL)
@@ -501,11 +531,72 @@ def test_two_conversions_at_once(tmp_path, small):
     convert(small, out, SMALL)
 
 
+def test_a_conversion_that_fails_leaves_the_folder_of_another(tmp_path, small, monkeypatch):
+    """Both may have found no folder; who comes second to the lock must not remove what the first is about to fill."""
+    out = tmp_path / "out"
+    real = manifest.Manifest.open.__func__
+    others = []
+
+    def open_manifest(cls, *arguments):
+        if not out.exists():  # the first look; another conversion begins right after it
+            opened = real(cls, *arguments)
+            out.mkdir()
+            others.append(conversion._locked(out))
+            others[-1].__enter__()
+            return opened
+        return real(cls, *arguments)
+
+    monkeypatch.setattr(manifest.Manifest, "open", classmethod(open_manifest))
+    monkeypatch.setattr(pathlib.Path, "exists", lambda path: path != out and os.path.exists(path))
+    with pytest.raises(pycoli.StateError, match="another conversion is writing there"):
+        convert(small, out, SMALL)
+    assert os.listdir(out) == [manifest.LOCK]
+    others[-1].__exit__(None, None, None)
+
+
+def test_a_lock_that_was_removed_is_none(tmp_path, monkeypatch):
+    """Whoever opened it before, and locks it after, would be alone with it while others lock the next one."""
+    real = conversion._lock
+
+    def removed_before(file):
+        (tmp_path / manifest.LOCK).unlink()
+        return real(file)
+
+    monkeypatch.setattr(conversion, "_lock", removed_before)
+    with pytest.raises(pycoli.StateError, match="another conversion"), conversion._locked(tmp_path):
+        pass
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, small, monkeypatch):
+    fcntl = pytest.importorskip("fcntl", reason="POSIX has it")
+
+    def refuse(*arguments):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="No locks available") as caught:
+        convert(small, tmp_path / "out", SMALL)
+    assert caught.value.filename == str(tmp_path / "out" / manifest.LOCK)
+
+
 def test_room_is_checked_first(tmp_path, small, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 10**5))
     with pytest.raises(pycoli.CheckpointError, match="bytes are needed, but only 100,000 are free"):
         convert(small, tmp_path / "out", SMALL)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_named_and_made_good(tmp_path, small):
+    """What is free when a conversion begins may be gone later."""
+    out = tmp_path / "out"
+    for limit, file in ((15_000, "out-00000.safetensors.partial"), (100, ".out-progress.json.partial")):
+        shutil.rmtree(out, ignore_errors=True)
+        with file_size_limit(limit), pytest.raises(OSError, match="File too large") as caught:
+            convert(small, out, SMALL)
+        assert caught.value.filename == str(out / file)
+        assert not list(tmp_path.glob("out/*.partial"))
+    convert(small, out, SMALL)
+    assert not [result for result in verify(out, open_source(small)) if result.problem]
 
 
 def test_dry_run_writes_nothing(tmp_path, small):
@@ -543,6 +634,20 @@ def test_weights_that_are_not_finite(tmp_path, rng, value, monkeypatch):
     assert not list((tmp_path / "out").glob("*.partial"))
 
 
+@pytest.mark.parametrize("scale", [1e20, 1e-20])
+def test_weights_that_a_format_cannot_hold_are_warned_of(tmp_path, rng, scale):
+    """E8 has fp16 super-scales: such weights are clipped, or become zeros. The next run still says so."""
+    tensors = model_tensors(rng)
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    tensors[name] = (tensors[name].astype(np.float32) * scale).astype(ml_dtypes.bfloat16)
+    folder = write_model(tmp_path / "model", tensors)
+    for _ in range(2):
+        (warning,) = convert(folder, tmp_path / "out").warnings
+        assert warning.startswith(f"{name}: lost more than a matrix should in its format")
+    wrong = [result.name for result in verify(tmp_path / "out", open_source(folder)) if result.problem]
+    assert wrong == [name]
+
+
 def damaged(name, change):
     return lambda tensors: tensors.update({name: change(tensors[name])})
 
@@ -566,7 +671,11 @@ def damaged(name, change):
         ),
         (
             damaged("model.layers.0.mlp.experts.0.up_proj.weight", lambda w: w.astype(np.int8)),
-            "experts.0.up_proj.weight.*expected a float type, got I8",
+            "experts.0.up_proj.weight.*expected a float type that float32 can hold, got I8",
+        ),
+        (
+            damaged("model.layers.0.mlp.experts.0.up_proj.weight", lambda w: w.astype(np.float64)),
+            "experts.0.up_proj.weight.*expected a float type that float32 can hold, got F64",
         ),
         (
             damaged("model.layers.0.mlp.experts.0.up_proj.weight", lambda w: w.astype(ml_dtypes.float8_e4m3fn)),
@@ -873,11 +982,16 @@ def test_recordings_that_do_not_do(tmp_path, model, tensors, message):
         ({"blk.0.attn_q.weight": np.ones(HIDDEN)}, "nothing on the experts of this model, such as blk.0.ffn_"),
         ({"blk.0.ffn_up_exps.weight": np.ones(HIDDEN + 1)}, "ffn_up_exps.weight: expected 512 numbers an expert"),
         ({"blk.0.ffn_up_exps.weight": np.ones(2 * HIDDEN)}, "expected 512 numbers an expert, for at least 3, got 1024"),
+        (
+            {"blk.0.ffn_up_exps.weight": np.ones(3 * HIDDEN), "blk.1.ffn_down_exps.weight": np.ones(2 * INNER)},
+            "blk.1.ffn_down_exps.weight: expected 256 numbers an expert, for at least 3, got 512",
+        ),
     ],
 )
 def test_imatrices_that_do_not_do(tmp_path, model, vectors, message):
     with pytest.raises(pycoli.CheckpointError, match=message):
         convert(model[0], tmp_path / "out", CALIBRATED, knowledge=Imatrix(write_imatrix(tmp_path / "i.dat", vectors)))
+    assert not (tmp_path / "out").exists()  # found before the work, which takes hours
 
 
 def test_calibration_where_there_is_nothing_to_calibrate(tmp_path, model, rng):

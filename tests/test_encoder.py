@@ -215,6 +215,16 @@ def test_importance_in_place_of_activations(layer):
     assert output_error(w, weights, x) < 0.6 * output_error(w, pycoli.encode(w, "e8"), x)
 
 
+def test_importance_of_any_size(layer):
+    w, _, _ = layer
+    importance = np.random.default_rng(13).integers(1, 9, 320).astype(np.float32)
+    encoded = {
+        pycoli.encode(w, "e8", quality="calibrated", importance=np.ldexp(importance, power)).data.tobytes()
+        for power in (-149, -60, 0, 60, 124)
+    }
+    assert len(encoded) == 1
+
+
 @pytest.mark.parametrize("quality", ["search", "calibrated"])
 def test_same_bytes_on_every_instruction_set_and_number_of_threads(layer, quality):
     w, x, _ = layer
@@ -356,6 +366,11 @@ def test_encode_expert_refuses_what_does_not_fit(expert):
             {"quality": "calibrated", "activations": np.ones((99, 4), np.float32), "damping": 2},
             pycoli.ArgumentError,
             "damping must be from 0 to 1, got 2",
+        ),
+        (
+            {"quality": "calibrated", "activations": np.ones((99, 4), np.float32), "damping": "much"},
+            pycoli.ArgumentError,
+            "damping must be from 0 to 1, got 'much'",
         ),
     ],
 )
@@ -571,6 +586,8 @@ def test_truncated_binary_imatrix(tmp_path, size):
         (binary_imatrix([("a", 1, [np.nan])]), "a: expected finite numbers"),
         (binary_imatrix([("a", 1, [-1])]), "a: expected finite numbers"),
         (b"GGUF" + bytes(40), "not a readable GGUF file"),
+        # a field with more elements than the file has bytes: one by one they would take seconds and gigabytes
+        (b"GGUF" + struct.pack("<IQQQcIIQ", 3, 0, 1, 1, b"a", 9, 0, 2**22) + bytes(40), "a: the file ends within it"),
     ],
 )
 def test_damaged_imatrix(tmp_path, content, message):
@@ -620,6 +637,10 @@ def test_gguf_imatrix(tmp_path):
         ({"output.weight": [1, 2]}, "without importance"),
         ({"a.in_sum2": [[1, 2]]}, "expected a.counts, one for each row"),
         ({"a.in_sum2": [[1, 2], [3, 4]], "a.counts": [[1]]}, "expected a.counts, one for each row"),
+        (
+            {"a.in_sum2": [[[1, 2]]], "a.counts": [[1]]},
+            r"a.in_sum2: expected F32 \[rows, columns\], got F32 \[1, 1, 2\]",
+        ),
     ],
 )
 def test_gguf_without_importance(tmp_path, tensors, message):

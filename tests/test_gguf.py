@@ -1,18 +1,22 @@
 """GGUF: the values of gguf's own decoder, no bit lost on the way in and out, and files that nobody vouches for."""
 
+import argparse
 import ctypes
 import json
+import signal
 import struct
 from pathlib import Path
 
 import numpy as np
 import oracle
 import pytest
+from containers import file_size_limit
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import pycoli
+from pycoli.cli import convert as convert_command
 from pycoli.cli import main
 from pycoli.convert import Settings, convert, open_source
 from pycoli.convert.verify import verify
@@ -317,6 +321,68 @@ def test_how_a_model_routes_comes_in_and_goes_out(tmp_path, rng, architecture, f
     assert {key: again[key] for key in config} == config
 
 
+def beside_the_experts(rng, architecture):
+    """Tensors of a layer but its experts, under the names that the architecture has, float32."""
+    norm = "post_attention_norm" if architecture == "glm4moe" else "ffn_norm"
+    shapes = {
+        "attn_norm": (HIDDEN,),
+        norm: (HIDDEN,),
+        "attn_output": (HIDDEN, HIDDEN),
+        "ffn_gate_inp": (EXPERTS, HIDDEN),
+    }
+    if architecture != "deepseek2":
+        shapes |= {"attn_q": (HIDDEN, HIDDEN), "attn_k": (HIDDEN // 2, HIDDEN)}
+    if architecture in ("qwen2moe", "deepseek2", "glm4moe"):
+        shapes |= {f"ffn_{role}_shexp": (INNER, HIDDEN) for role in ("gate", "up")}
+        shapes["ffn_down_shexp"] = (HIDDEN, INNER)
+    if architecture == "qwen2moe":
+        shapes["ffn_gate_inp_shexp"] = (HIDDEN,)
+    tensors = {f"blk.0.{name}.weight": rng.standard_normal(shape) for name, shape in shapes.items()}
+    if architecture in ("deepseek2", "glm4moe"):
+        tensors["blk.0.exp_probs_b.bias"] = rng.standard_normal(EXPERTS)
+    return {name: (w.astype(np.float32), Type.F32) for name, w in tensors.items()}
+
+
+@pytest.mark.parametrize("architecture", ["olmoe", "qwen2moe", "qwen3moe", "llama", "deepseek2", "glm4moe"])
+def test_every_tensor_of_an_architecture_comes_back(tmp_path, rng, architecture):
+    """Under the name that ggml knows it by, with the same values."""
+    tensors = layer_tensors(rng, (Type.IQ3_XXS,) * 3)[0] | beside_the_experts(rng, architecture)
+    known = gguf.MODEL_TENSORS[next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)]
+    stems = {gguf.TENSOR_NAMES[kind].format(bid=0) for kind in known}
+    assert {name.rpartition(".")[0] for name in tensors} <= stems
+    fields = {"attention__head_count": 4, "attention__head_count_kv": 2}
+    file = write_gguf(tmp_path / "model.gguf", tensors, architecture, **fields)
+    assert len(convert(file, tmp_path / "out", Settings(dense="f32")).warnings) == 2  # all names are known
+    with pycoli.Container(tmp_path / "out") as container:
+        export_gguf(container, tmp_path / "back.gguf")
+    back = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "back.gguf").tensors}
+    assert back.keys() == tensors.keys()
+    for name, (array, kind) in tensors.items():
+        assert back[name].tensor_type == kind
+        assert list(back[name].data.shape) == list(array.shape), name
+        assert back[name].data.tobytes() == array.tobytes(), name
+
+
+def test_the_factor_of_a_shared_expert_is_found(tmp_path, rng):
+    tensors = layer_tensors(rng, (Type.IQ3_XXS,) * 3)[0] | beside_the_experts(rng, "qwen2moe")
+    convert(write_gguf(tmp_path / "model.gguf", tensors, "qwen2moe"), tmp_path / "out")
+    with pycoli.Container(tmp_path / "out") as container:
+        np.testing.assert_array_equal(
+            container.shared_expert(0)[1], tensors["blk.0.ffn_gate_inp_shexp.weight"][0].reshape(-1)
+        )
+    assert main(["run", str(tmp_path / "out"), "--layer-forward", "--device", "cpu", "--tokens", "3"]) == 0
+
+
+def test_float64_is_not_rounded(tmp_path, rng):
+    tensors = whole_model(rng)[0]
+    exact = rng.standard_normal((2, 5))
+    tensors["blk.0.scale.weight"] = (exact, Type.F64)
+    file = write_gguf(tmp_path / "model.gguf", tensors)
+    convert(file, tmp_path / "out")
+    np.testing.assert_array_equal(load_file(tmp_path / "out" / "out-00000.safetensors")["blk.0.scale.weight"], exact)
+    assert not [result for result in verify(tmp_path / "out", open_source(file)) if result.problem]
+
+
 def test_super_scales_that_cannot_be_doubled_are_named(tmp_path, rng):
     tensors, _ = layer_tensors(rng, (Type.IQ3_XXS,) * 3)
     tensors["blk.0.ffn_up_exps.weight"][0][1, 5, :2] = np.array([0x7C00], "<u2").view(np.uint8)
@@ -338,6 +404,46 @@ def test_what_cannot_be_exported(tmp_path, rng, capsys):
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "there.gguf")]) == 2
     assert "is not overwritten" in capsys.readouterr().err
     assert (tmp_path / "there.gguf").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [["--dry-run"], ["--experts", "int8"], ["--jobs", "2"], ["--shard-size", "4M"], ["--imatrix", "x"]],
+    ids=str,
+)
+def test_options_that_an_export_does_not_know(tmp_path, rng, capsys, option):
+    convert(write_gguf(tmp_path / "model.gguf", whole_model(rng)[0]), tmp_path / "out")
+    assert main(["convert", str(tmp_path / "out"), str(tmp_path / "back.gguf"), *option]) == 2
+    assert f"{option[0]}: is for making a container" in capsys.readouterr().err
+    assert not list(tmp_path.glob("back.gguf*"))
+
+
+@pytest.mark.parametrize("model_type", [None, "my_moe"])
+def test_an_architecture_that_ggml_does_not_know_is_warned_of(tmp_path, rng, capsys, model_type):
+    convert(write_gguf(tmp_path / "model.gguf", whole_model(rng)[0]), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    assert main(["convert", str(tmp_path / "out"), str(tmp_path / "back.gguf")]) == 0
+    wanted = f"{model_type!r} goes out as the architecture {model_type or 'unknown'!r}, which ggml does not know"
+    assert wanted in capsys.readouterr().err
+
+
+def test_every_option_of_a_conversion_is_known_by_its_default():
+    parser = argparse.ArgumentParser()
+    convert_command.add_parser(parser.add_subparsers())
+    given = vars(parser.parse_args(["convert", "SRC", "DST"]))
+    assert {name: given[name] for name in given.keys() - {"source", "destination", "json", "output"}} == (
+        convert_command._OF_CONVERSIONS
+    )
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="limits of files are POSIX's")
+def test_an_export_without_room_names_the_file(tmp_path, rng, capsys):
+    convert(write_gguf(tmp_path / "model.gguf", whole_model(rng)[0]), tmp_path / "out")
+    with file_size_limit(300_000):
+        assert main(["convert", str(tmp_path / "out"), str(tmp_path / "back.gguf")]) == 2
+    assert "back.gguf: cannot be written" in capsys.readouterr().err
+    assert not list(tmp_path.glob("back.gguf*"))
 
 
 # Files that nobody vouches for
@@ -452,6 +558,16 @@ def test_random_damage(tmp_path, rng):
         except pycoli.CheckpointError:
             outcomes.add("refused")
     assert outcomes == {"sound", "refused"}
+
+
+def test_a_model_of_the_same_shapes_is_another_source(tmp_path, rng):
+    tensors, _ = layer_tensors(rng, (Type.Q8_0,) * 3)
+    file = write_gguf(tmp_path / "model.gguf", tensors)
+    convert(file, tmp_path / "out", Settings("int8"))
+    name = "blk.0.ffn_up_exps.weight"
+    write_gguf(file, {**tensors, name: quantised(rng, (EXPERTS, INNER, HIDDEN), Type.Q8_0)[0]})
+    with pytest.raises(pycoli.CheckpointError, match="is of other files"):
+        convert(file, tmp_path / "out", Settings("int8"))
 
 
 def test_split_files(tmp_path, rng):

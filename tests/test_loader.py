@@ -252,6 +252,12 @@ def for_32_bits(target: Path, system) -> None:
         shutil.copy(system.stub("stub_32"), target)
 
 
+def pipe(target: Path, system) -> None:
+    if system.name == "windows":
+        pytest.skip("Windows has no pipes in folders")
+    os.mkfifo(target)
+
+
 def from_stub(name: str):
     return lambda target, system: shutil.copy(system.stub(name), target)
 
@@ -271,6 +277,7 @@ BROKEN = {
     "truncated": (truncated, words("{}: cut short, it has 1000 bytes of at least", "{}: ")),
     "32 bits": (for_32_bits, words("{}: wrong ELF class: ELFCLASS32", "{}: ")),
     "other processor": (patched, words("{}: ", "{}: ")),
+    "a pipe": (pipe, words("{}: a pipe and not a file", "")),
     "a folder": (lambda target, system: target.mkdir(), words("{}: cannot read file data", "{}: ")),
     "missing dependency": (
         from_stub("stub_needy"),

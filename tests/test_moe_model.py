@@ -8,6 +8,7 @@ import oracle
 import pytest
 
 import pycoli
+from pycoli.convert import convert
 from pycoli.tensorfile import TensorFile
 
 PUBLISHED = {"f32": 0.91166, "int8": 0.91169, "int4": 0.91493, "int4-g64": 0.91372, "e8": 0.92178}
@@ -106,3 +107,36 @@ def test_loss_on_a_gpu(model, encoded, windows, backend, fmt, capsys):
     assert on_gpu[: len(on_cpu)].mean() == pytest.approx(on_cpu.mean(), abs=1e-5)
     if not simulated:
         check_loss(fmt, "the GPU", on_gpu, PUBLISHED["f32"], capsys)
+
+
+def is_kept(name):
+    """Whether a conversion leaves a tensor that is no expert's in float32."""
+    return "norm" in name or ".mlp.gate." in name
+
+
+def test_a_container_gives_the_loss_of_encoding_in_memory(model, encoded, windows, shared, tmp_path, capsys):
+    """All of the model as `pycoli convert` writes it by default: every tensor is read back, and the experts run."""
+    convert(shared / "models" / "tiny-olmoe", tmp_path / "model", jobs=2)
+    windows = windows[:4]
+    with pycoli.Container(tmp_path / "model") as container:
+        assert container.layers == list(range(model.layers))
+        read = {
+            name: container.file(name).view(name) if is_kept(name) else container.stored(name).weights().decode()
+            for name in model.weights()
+        }
+        experts = [[tuple(w.decode() for w in e) for e in container.experts(n)] for n in container.layers]
+        from_file = model.changed(read, experts)
+        stored = from_file.losses(windows)
+        layers = [
+            pycoli.MoELayer(list(container.experts(n)), pycoli.Router(**container.router(n)), devices="cpu")
+            for n in container.layers
+        ]
+        run = losses(from_file, windows, layers)
+    dense = {n: w if is_kept(n) else pycoli.encode(w, "int8").decode() for n, w in model.weights().items()}
+    in_memory = model.changed(dense, [[tuple(w.decode() for w in e) for e in layer] for layer in encoded("e8")])
+    expected = in_memory.losses(windows)
+    with capsys.disabled():
+        print(f"\na container: {stored.mean():.5f} nats a byte, in memory {expected.mean():.5f}, run {run.mean():.5f}")
+    np.testing.assert_allclose(stored, expected, rtol=1e-6)
+    np.testing.assert_allclose(run, expected, rtol=1e-4)
+    check_loss("e8", "the CPU, dense matrices in int8", stored, model.losses(windows).mean(), capsys)

@@ -162,6 +162,7 @@ static int environment(const char *variable, char value[COLI_LOADER_PATH_BYTES])
 #include <inttypes.h>
 #include <link.h>
 #include <pthread.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 static const char *const file_names[] = {"lib" COLI_LOADER_NAME ".so." DIGITS(ABI_MAJOR), "lib" COLI_LOADER_NAME ".so"};
@@ -188,10 +189,18 @@ static int is_cut_short(const char *path, text *why) {
     return 1;
 }
 
+/* Opening one waits until somebody writes to it. */
+static int is_pipe(const char *path, text *why) {
+    struct stat status;
+    if (stat(path, &status) != 0 || !S_ISFIFO(status.st_mode)) return 0;
+    append(why, "%s: a pipe and not a file", path);
+    return 1;
+}
+
 /* RTLD_NODELETE: a GPU runtime has threads and exit handlers of its own, whose code must not be unmapped while the process
  * lives; and what it allocates once would be lost anew with every time that it is loaded. */
 static void *library_open(const char *path, text *why) {
-    if (strchr(path, '/') && is_cut_short(path, why)) return NULL;
+    if (strchr(path, '/') && (is_pipe(path, why) || is_cut_short(path, why))) return NULL;
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
     if (!library) append(why, "%s", dlerror());
     return library;

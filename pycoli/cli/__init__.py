@@ -12,7 +12,7 @@ from .. import _lib
 from ..errors import ColiError, DeviceError
 from . import bench, convert, doctor, inspect, run, verify
 from .bench.cases import SHAPES
-from .report import BAD_INPUT, NOBODY_READS, WRONG_RESULT, add_options, say
+from .report import BAD_INPUT, INTERRUPTED, NOBODY_READS, WRONG_RESULT, add_options, natural, say
 
 _COMMANDS = {
     "run": run.command,
@@ -34,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
         return NOBODY_READS
+    except KeyboardInterrupt:
+        say(f"pycoli {options.command}: interrupted", sys.stderr)
+        return INTERRUPTED
     except (ColiError, OSError, MemoryError) as error:
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
         line = " ".join((text or "out of memory").splitlines())
@@ -63,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         help="Hugging Face folder, .safetensors file or container; the sample without it",
     )
     run.add_argument(
-        "--layer", type=_natural, metavar="N", help="layer to take; the first one with routed experts by default"
+        "--layer", type=natural, metavar="N", help="layer to take; the first one with routed experts by default"
     )
     run.add_argument(
         "--format", metavar="NAME", help="weight format to encode in, such as int8 or int4-g64 (default e8)"
@@ -88,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run the whole layer of a CHECKPOINT with its router in place of its experts one by one, and show which "
         "paths they took",
     )
-    run.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the Gaussian rows (default 0)")
+    run.add_argument("--seed", type=natural, default=0, metavar="N", help="of the Gaussian rows (default 0)")
     add_options(run)
 
     convert.add_parser(commands)
@@ -135,19 +138,13 @@ def _add_bench(commands) -> None:
         "--layers", type=_positive, metavar="N", help="in turn (default: so many that no weights stay in the cache)"
     )
     bench.add_argument("--reps", type=_positive, metavar="N", help="interleaved repetitions, at least 8 (default 10)")
-    bench.add_argument("--device", type=_natural, metavar="N", help="the GPU's CUDA ordinal (default 0)")
+    bench.add_argument("--device", type=natural, metavar="N", help="the GPU's CUDA ordinal (default 0)")
     bench.add_argument("--compare", metavar="FILE", help="also print ratios to an earlier run's JSON")
     bench.add_argument("--plot", metavar="FILE", help="also draw rooflines to a .png, .svg or .pdf (needs matplotlib)")
     add_options(bench)
 
 
-def _natural(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 999999999, got {text}")
-    return int(text)
-
-
 def _positive(text: str) -> int:
-    if _natural(text) == 0:
+    if natural(text) == 0:
         raise argparse.ArgumentTypeError("expected a number above 0, got 0")
     return int(text)

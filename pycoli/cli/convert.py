@@ -143,8 +143,29 @@ def _open_encoder(device: str | int) -> Device | None:
         raise ArgumentError(f"--device {device}: {error}") from error
 
 
+_OF_CONVERSIONS = {
+    "experts": Settings.experts,
+    "dense": Settings.dense,
+    "quality": None,
+    "imatrix": None,
+    "activations": None,
+    "keep": Settings.keep,
+    "fallback": Settings.fallback,
+    "shard_size": Settings.shard_bytes,
+    "jobs": 1,
+    "device": "cpu",
+    "dry_run": False,
+}
+"""Options that say how to make a container, and their defaults."""
+
+
 def _export(options: argparse.Namespace) -> int:
     """Writes a container as a GGUF file."""
+    if given := next((name for name, default in _OF_CONVERSIONS.items() if getattr(options, name) != default), None):
+        option = f"--{given.replace('_', '-')}"
+        raise ArgumentError(
+            f"{option}: is for making a container, and {options.destination} is a GGUF file made of one"
+        )
     from ..convert.gguf_source import export_gguf  # here, as it needs a package that is optional
 
     if not is_container(options.source):

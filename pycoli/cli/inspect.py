@@ -16,9 +16,9 @@ from ..container import Container, StoredMatrix
 from ..convert.shard import row_chunks
 from ..errors import ArgumentError, CheckpointError
 from ..layout import SCALES_SUFFIX
-from ..naming import expert_role, layer_number, natural_order
+from ..naming import expert_role, layer_number, natural_order, number_ranges
 from ..tensorfile import TensorFile
-from .report import RIGHT, add_options, check_output, reading, sections, table, write_report
+from .report import RIGHT, add_options, check_output, natural, reading, sections, table, write_report
 
 _BAR = 40
 """Characters of the longest bar of a histogram."""
@@ -35,7 +35,7 @@ def add_parser(commands) -> None:
     )
     parser.add_argument("file", metavar="FILE", help="container folder, or a .safetensors file")
     parser.add_argument("--all", action="store_true", help="a line for every tensor, experts too")
-    parser.add_argument("--layer", type=int, metavar="N", help="only this layer")
+    parser.add_argument("--layer", type=natural, metavar="N", help="only this layer")
     parser.add_argument(
         "--headers", action="store_true", help="do not read the data: no ranges of scales and no histogram"
     )
@@ -120,7 +120,7 @@ def _lines(options: argparse.Namespace, use: CodeUse) -> list[Line]:
     if container is None:
         return _lines_of_file(TensorFile(path), options.layer)
     lines: dict[tuple, Line] = {}
-    names = [name for name in container.names() if options.layer in (None, layer_number(name))]
+    names = _of_layer(container.names(), options.layer, path)
     for name in tqdm(sorted(names, key=natural_order), desc="inspect", unit="tensor", disable=None, leave=False):
         fmt, shape, nbytes, scales = _examine(container, name, None if options.headers else use)
         role = None if options.all else expert_role(name)
@@ -140,11 +140,19 @@ def _container(path: Path) -> Container | None:
 
 
 def _lines_of_file(file: TensorFile, layer: int | None) -> list[Line]:
-    names = [name for name in file.names() if layer in (None, layer_number(name))]
+    names = _of_layer(file.names(), layer, file.path)
     lines = [Line(name, file.dtype(name).lower(), file.shape(name)) for name in names]
     for line in lines:
         line.add(file.nbytes(line.name), None)
     return lines
+
+
+def _of_layer(names: list[str], layer: int | None, path: Path) -> list[str]:
+    """Names of the tensors of a layer, or all. CheckpointError where there is no such layer."""
+    numbers = {layer_number(name) for name in names} - {None}
+    if layer is not None and layer not in numbers:
+        raise CheckpointError(f"{path}: layers are {number_ranges(sorted(numbers)) or 'not there'}, got layer {layer}")
+    return [name for name in names if layer in (None, layer_number(name))]
 
 
 def _examine(

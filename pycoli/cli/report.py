@@ -14,8 +14,8 @@ from typing import TextIO
 from ..errors import ArgumentError, CheckpointError, ColiError
 
 RIGHT, WRONG_RESULT, BAD_INPUT = 0, 1, 2
-NOBODY_READS = 128 + 13
-"""Exit codes. The last one is what shells report of programs that SIGPIPE ends."""
+NOBODY_READS, INTERRUPTED = 128 + 13, 128 + 2
+"""Exit codes. The last two are what shells report of programs that SIGPIPE and SIGINT end."""
 
 WIDTH = 100
 """Columns that text is wrapped to."""
@@ -56,12 +56,26 @@ def reading(path: str | Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
 
 
+def natural(text: str) -> int:
+    """The type of arguments that are whole numbers."""
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 999999999, got {text}")
+    return int(text)
+
+
 def say(text: str, file: TextIO | None = None) -> None:
-    """Prints text, by default to standard output. What the file's encoding lacks comes as escapes, whatever a
-    checkpoint's names hold."""
+    """Prints text, by default to standard output. What the file's encoding lacks, or a terminal would obey, comes as
+    escapes, whatever a checkpoint's names hold."""
     file = file or sys.stdout
     encoding = file.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), file=file)
+    print(_printable(text, "\n").encode(encoding, "backslashreplace").decode(encoding), file=file)
+
+
+def _printable(text: str, kept: str = "") -> str:
+    """The text with escapes in place of control characters and others that show nothing, but those that are kept."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
 def write_report(report: dict, text: str, options: argparse.Namespace) -> None:
@@ -89,6 +103,7 @@ def _wrap(line: str, width: int) -> list[str]:
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]], total: bool = True) -> str:
     """Columns aligned to the right under their headings; with `total`, the last line is one, set apart by a rule."""
+    lines = [[_printable(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
     rule = "  ".join("-" * width for width in widths)
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *lines]]

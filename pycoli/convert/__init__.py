@@ -10,9 +10,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from .._json import parse_json, positive_integer
 from ..device import Device, e8_encoder
@@ -147,8 +148,8 @@ def convert(
         return report
     created = not destination.exists()
     destination.mkdir(parents=True, exist_ok=True)
-    try:
-        with _locked(destination):
+    with _locked(destination):
+        try:
             # as it is now that nobody else writes
             manifest = Manifest.open(destination, settings, manifest.source, manifest.settings.get("calibration"))
             _run(
@@ -162,10 +163,10 @@ def convert(
                 calibrator,
                 gpu,
             )
-    except BaseException:
-        if created and not manifest.path.exists():
-            shutil.rmtree(destination, ignore_errors=True)
-        raise
+        except BaseException:
+            if created and not manifest.path.exists():
+                _remove_empty(destination)
+            raise
     report.seconds = time.monotonic() - started
     return report
 
@@ -215,6 +216,12 @@ def _run(
         report.calibration.add(result.calibration)
         for key, loss in result.losses.items():
             report.losses.setdefault(key, Loss()).add(loss)
+    if wrong := [name for _, result in sorted(manifest.shards.items()) for name in result.wrong]:
+        others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        report.warnings.append(
+            f"{wrong[0]}{others}: lost more than a matrix should in its format, as where weights are larger or smaller "
+            "than it can hold; pycoli verify lists them"
+        )
     for name, content in companions.items():
         replace_file(folder / name, content if isinstance(content, bytes) else content.read_bytes())
     if not manifest.complete:
@@ -275,19 +282,45 @@ def _free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+def _remove_empty(folder: Path) -> None:
+    """Removes a folder that holds nothing but the lock, which the caller has."""
+    with suppress(OSError):
+        if [file.name for file in folder.iterdir()] == [LOCK]:
+            (folder / LOCK).unlink()
+            folder.rmdir()
+
+
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Keeps other conversions out of a folder; the system ends that with the process, however it ends."""
     with open(folder / LOCK, "a+b") as file:
-        try:
-            if os.name == "posix":
-                import fcntl
-
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            else:
-                import msvcrt
-
-                msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        except OSError:
-            raise StateError(f"{folder}: another conversion is writing there") from None
+        if not _lock(file) or not _is_there(file, folder / LOCK):
+            raise StateError(f"{folder}: another conversion is writing there")
         yield
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Locks a file, unless somebody else has it."""
+    try:
+        if os.name == "posix":
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        else:
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    except OSError as error:
+        if os.name == "posix" and not isinstance(error, BlockingIOError):  # file systems that have no locks
+            error.filename = file.name
+            raise
+        return False
+    return True
+
+
+def _is_there(file: BinaryIO, path: Path) -> bool:
+    """Whether a path still leads to an open file: who removed an empty folder has removed its lock."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -130,7 +130,9 @@ class Imatrix(Knowledge):
     def bind(self, tensors: Iterable[SourceTensor], config: dict, config_source: str) -> None:
         places = [(expert_place(tensor.name), tensor) for tensor in tensors]
         experts = {(place.layer, place.expert, place.role): tensor.columns for place, tensor in places if place}
-        if not any(self._importance(*place, columns) is not None for place, columns in experts.items()):
+        # all of them, so that a wrong one is found now and not when its expert's turn comes
+        known = [self._importance(*place, columns) is not None for place, columns in experts.items()]
+        if not any(known):
             layer, expert, role = next(iter(experts))
             names = " or ".join(_imatrix_names(layer, expert, role))
             raise CheckpointError(f"{self.path}: nothing on the experts of this model, such as {names}")

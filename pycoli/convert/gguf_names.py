@@ -46,6 +46,9 @@ _IN_LAYER = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 
+_NORMED_AFTER_ATTENTION = ("glm4moe",)
+"""Architectures of _MODEL_TYPES that call the norm before the experts post_attention_norm; others say ffn_norm."""
+
 _LAYER = re.compile(r"^blk\.([0-9]{1,6})\.([a-z_]+)\.(weight|bias)$")
 _EXPERTS = re.compile(r"^blk\.([0-9]{1,6})\.ffn_(gate|up|down)_exps\.weight$")
 _OLD_EXPERT = re.compile(r"^blk\.([0-9]{1,6})\.ffn_(gate|up|down)\.([0-9]{1,6})\.weight$")
@@ -91,23 +94,27 @@ def to_container(name: str, architecture: str) -> str | None:
     return f"model.layers.{match[1]}.{inner}.{match[3]}"
 
 
-def to_gguf(name: str) -> str:
+def to_gguf(name: str, architecture: str) -> str:
     """The name in a GGUF file of a tensor of a container; itself where none is known."""
     for gguf_name, ours in _OUTSIDE.items():
         if name == ours:
             return gguf_name
+    if match := re.match(r"^model\.layers\.([0-9]+)\.(?:mlp|block_sparse_moe)\.gate\.e_score_correction_bias$", name):
+        return f"blk.{match[1]}.exp_probs_b.bias"
     match = re.match(r"^model\.layers\.([0-9]+)\.(.+?)\.(weight|bias)$", name)
     if not match:
         return name
     inner = match[2].replace("shared_expert.", "shared_experts.").replace("block_sparse_moe.", "mlp.")
+    other_norm = "ffn_norm" if architecture in _NORMED_AFTER_ATTENTION else "post_attention_norm"
     for gguf_name, ours in _IN_LAYER.items():
-        if inner == ours:
+        if inner == ours and gguf_name != other_norm:
             return f"blk.{match[1]}.{gguf_name}.{match[3]}"
     return name
 
 
-def architecture_of(model_type: str) -> str:
-    """The GGUF architecture of a model type."""
+def _architecture(config: dict) -> str:
+    """The GGUF architecture of a model; its model type where that is not known."""
+    model_type = str(config.get("model_type") or "unknown")
     return next((arch for arch, known in _MODEL_TYPES.items() if known == model_type), model_type)
 
 
@@ -156,12 +163,12 @@ def renormalise_field(config: dict) -> tuple[str, bool] | None:
     said = config.get("norm_topk_prob")
     if not isinstance(said, bool):
         return None
-    return f"{architecture_of(str(config.get('model_type', 'unknown')))}.expert_weights_norm", said
+    return f"{_architecture(config)}.expert_weights_norm", said
 
 
 def fields_of(config: dict) -> tuple[str, dict[str, int], dict[str, float]]:
     """Architecture, whole numbers and reals of a GGUF file for a configuration."""
-    architecture = architecture_of(str(config.get("model_type", "unknown")))
+    architecture = _architecture(config)
     sizes = {f"{architecture}.{field}": config.get(key) for key, field in _SIZES.items()}
     sizes[f"{architecture}.expert_feed_forward_length"] = config.get("moe_intermediate_size")
     sizes[f"{architecture}.expert_count"] = next(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -25,7 +26,9 @@ from .source import Source, SourceTensor
 
 __all__ = ["GgufSource", "export_gguf"]
 
-_INTEGERS = ("I8", "I16", "I32", "I64")
+_AS_THEY_ARE = ("I8", "I16", "I32", "I64", "F64")
+"""Types whose values float32 does not hold; such tensors are taken over byte for byte."""
+
 _NATIVE = {
     "IQ3_XXS": (Encoding("e8", rotated=False), from_iq3_xxs),
     "Q4_0": (Encoding("int4-g32"), from_q4_0),
@@ -48,7 +51,7 @@ class _GgufMatrix(SourceTensor):
 
     def __post_init__(self):
         self.source = f"{self.name} ({self.tensor.name} in {self.file.path})"
-        self.is_float = self.tensor.dtype not in _INTEGERS
+        self.is_float = self.tensor.dtype not in _AS_THEY_ARE
         self.dtype = self.tensor.dtype
         if self.order is None and len(self.shape) == 2 and self.dtype in _NATIVE:
             self.native = _NATIVE[self.dtype][0]
@@ -132,25 +135,47 @@ class GgufSource(Source):
         name = names.to_container(tensor.name, self._architecture)
         if name is None:
             self._unknown.append(tensor.name)
-        return _GgufMatrix(name or tensor.name, file, tensor, tensor.shape, order=self._order(tensor))
+        shape = (1, *tensor.shape) if _is_shared_gate(tensor.name) and len(tensor.shape) == 1 else tensor.shape
+        return _GgufMatrix(name or tensor.name, file, tensor, shape, order=self._order(tensor))
 
     def _order(self, tensor: GgufTensor) -> np.ndarray | None:
-        """Where the rows of a query or key matrix are: files of the architecture "llama" have those of a head's two
-        halves in turn, Hugging Face has one half after the other."""
-        if self._architecture != "llama" or not re.search(r"\.attn_(q|k)\.weight$", tensor.name):
+        """Where in the file the rows of a tensor are; None where they are in their order."""
+        if not _has_turned_rows(tensor.name, self._architecture):
             return None
-        fields, key = self._files[0].fields, "attention.head_count"
-        heads = fields.get(f"llama.{key}_kv" if ".attn_k." in tensor.name else f"llama.{key}")
-        heads = fields.get(f"llama.{key}") if heads is None else heads
-        rows = tensor.shape[0]
-        if type(heads) is not int or heads < 1 or len(tensor.shape) != 2 or rows % (2 * heads):
-            raise CheckpointError(f"{tensor.name}: {list(tensor.shape)} does not go with {heads!r} attention heads")
-        return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
+        fields, key = self._files[0].fields, "llama.attention.head_count"
+        return _row_orders(tensor.name, tensor.shape, fields.get(key), fields.get(f"{key}_kv"))[1]
 
     def _make_config(self, experts: int) -> dict:
         embedding = next((t for t in self._tensors if t.name == "model.embed_tokens.weight"), None)
         vocabulary = embedding.shape[0] if embedding and len(embedding.shape) == 2 else None
         return names.config_of(self._files[0].fields, experts, *self._shape, vocabulary)
+
+
+def _has_turned_rows(gguf_name: str, architecture: str) -> bool:
+    """Whether a tensor has rows in another order than Hugging Face: see _row_orders()."""
+    return architecture == "llama" and bool(re.search(r"\.attn_(q|k)\.weight$", gguf_name))
+
+
+def _row_orders(gguf_name: str, shape: tuple[int, ...], heads, key_heads) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of a query or key matrix in the order of the architecture "llama", which has those of a head's two halves in
+    turn, where Hugging Face has one half after the other; and the order back.
+
+    Raises
+    ------
+    CheckpointError
+        The shape does not go with the number of heads, or that is not known.
+    """
+    heads = key_heads if ".attn_k." in gguf_name and key_heads is not None else heads
+    if type(heads) is not int or heads < 1 or len(shape) != 2 or shape[0] % (2 * heads):
+        raise CheckpointError(f"{gguf_name}: {list(shape)} does not go with {heads!r} attention heads")
+    rows, half = np.arange(shape[0]), shape[0] // heads // 2
+    out, back = (rows.reshape(heads, *parts).swapaxes(1, 2).reshape(-1) for parts in ((2, half), (half, 2)))
+    return out, back
+
+
+def _is_shared_gate(gguf_name: str) -> bool:
+    """Whether a tensor is the factor of a shared expert: [D] in GGUF files, [1, D] elsewhere."""
+    return gguf_name.endswith(".ffn_gate_inp_shexp.weight")
 
 
 def export_gguf(container: Container, path: str | os.PathLike) -> list[str]:
@@ -173,7 +198,7 @@ def export_gguf(container: Container, path: str | os.PathLike) -> list[str]:
     if path.exists():
         raise ArgumentError(f"{path}: exists already, and is not overwritten")
     architecture, sizes, reals = names.fields_of(container.config)
-    planned = list(_export_plan(container))
+    planned = list(_export_plan(container, architecture))
     needed = sum(tensor.nbytes for tensor in planned)
     if needed > (free := shutil.disk_usage(path.absolute().parent).free):
         raise CheckpointError(f"{path}: {needed:,} bytes are needed, but only {free:,} are free")
@@ -198,12 +223,21 @@ def export_gguf(container: Container, path: str | os.PathLike) -> list[str]:
         writer.close()
         sync(partial)
         os.replace(partial, path)
-    except BaseException:
-        writer.close()
+    except BaseException as error:
+        with suppress(OSError):  # what is left in its buffer has no room either
+            writer.close()
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in (None, errno.ENOSPC, errno.EFBIG):  # None is numpy's
+            raise CheckpointError(f"{path}: cannot be written, the disk may be full: {error}") from error
         raise
-    return ["a tokenizer has to be added", "matrices other than experts are float32"]
+    warnings = ["a tokenizer has to be added", "matrices other than experts are float32"]
+    if architecture not in gguf.MODEL_ARCH_NAMES.values():
+        warnings.append(
+            f"the model type {container.config.get('model_type')!r} goes out as the architecture {architecture!r}, "
+            "which ggml does not know"
+        )
+    return warnings
 
 
 @dataclass
@@ -215,6 +249,7 @@ class _Exported:
     shape: tuple[int, ...]
     container: Container
     members: list[str]
+    order: np.ndarray | None = None  # which row of the container each row is
 
     @property
     def nbytes(self) -> int:
@@ -227,7 +262,8 @@ class _Exported:
         return (*self.shape[:-1], self.shape[-1] // 256 * 98) if self.dtype == "IQ3_XXS" else self.shape
 
     def read(self) -> np.ndarray:
-        return np.concatenate([self._member(name).reshape(-1) for name in self.members]).reshape(self.stored_shape)
+        whole = np.concatenate([self._member(name).reshape(-1) for name in self.members]).reshape(self.stored_shape)
+        return whole if self.order is None else whole[self.order]
 
     def _member(self, name: str) -> np.ndarray:
         file = self.container.file(name)
@@ -240,7 +276,7 @@ class _Exported:
             raise CheckpointError(f"{name} in {file.path}: {error}") from error
 
 
-def _export_plan(container: Container) -> Iterator[_Exported]:
+def _export_plan(container: Container, architecture: str) -> Iterator[_Exported]:
     for layer in container.layers:
         experts = [container.stored_expert(layer, index) for index in range(len(container.experts(layer)))]
         for number, role in enumerate(("gate", "up", "down")):
@@ -265,7 +301,13 @@ def _export_plan(container: Container) -> Iterator[_Exported]:
             shape = file.shape(name)
         else:
             raise CheckpointError(f"{name} in {file.path}: type {file.dtype(name)} is not exported")
-        yield _Exported(names.to_gguf(name), "F32", shape, container, [name])
+        gguf_name, order = names.to_gguf(name, architecture), None
+        if _is_shared_gate(gguf_name):
+            shape = (math.prod(shape),)
+        if _has_turned_rows(gguf_name, architecture):
+            heads = (container.config.get(f"num_{kind}_heads") for kind in ("attention", "key_value"))
+            order, _ = _row_orders(gguf_name, shape, *heads)
+        yield _Exported(gguf_name, "F32", shape, container, [name], order)
 
 
 def _parts(path: Path) -> list[Path]:

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -52,7 +53,7 @@ class Manifest:
         fresh.complete = content.get("complete") is True
         try:
             fresh.shards = {name: _result(entry) for name, entry in content["shards"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointError(f"{fresh.path}: damaged ({error!r}); give a new folder") from error
         return fresh
 
@@ -87,6 +88,7 @@ class Manifest:
                     "sha256": result.sha256,
                     "losses": {key: asdict(loss) for key, loss in sorted(result.losses.items())},
                     "calibration": asdict(result.calibration),
+                    "wrong": result.wrong,
                 }
                 for name, result in sorted(self.shards.items())
             },
@@ -96,12 +98,20 @@ class Manifest:
 
 def _result(entry: dict) -> ShardResult:
     losses = {key: Loss(**loss) for key, loss in entry["losses"].items()}
-    if not all(type(number) in (int, float) for loss in losses.values() for number in asdict(loss).values()):
-        raise ValueError("losses that are no numbers")
+    if not all(key.count("|") == 1 and all(map(_is_number, asdict(loss).values())) for key, loss in losses.items()):
+        raise ValueError("losses that are no numbers by kind and format")
     totals = CalibrationTotals(**entry.get("calibration", {}))
-    if not all(type(number) in (int, float) for number in _numbers(totals)):
+    if not all(map(_is_number, _numbers(totals))):
         raise ValueError("a calibration that is no numbers")
-    return ShardResult(int(entry["bytes"]), str(entry["sha256"]), losses, totals)
+    wrong = entry.get("wrong", [])
+    if not (isinstance(wrong, list) and all(isinstance(name, str) for name in wrong)):
+        raise ValueError("wrong matrices that are no names")
+    return ShardResult(int(entry["bytes"]), str(entry["sha256"]), losses, totals, wrong)
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value can be summed up and reported: JSON as Python reads it has NaN and infinity, too."""
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _numbers(totals: CalibrationTotals) -> list:
@@ -115,4 +125,4 @@ def _is_ours(file: Path) -> bool:
 
 
 LOCK = ".out-progress.lock"
-"""Held by a running conversion; never removed, so that two cannot hold different ones."""
+"""Held by a running conversion; only who holds it may remove it, with the folder that it leaves empty."""

@@ -301,7 +301,7 @@ def _check_experts(source: Source, tensors: Iterable[SourceTensor]) -> None:
         if role is None:
             continue
         if not tensor.is_float:
-            raise CheckpointError(f"{tensor.source}: expected a float type, got {tensor.dtype}")
+            raise CheckpointError(f"{tensor.source}: expected a float type that float32 can hold, got {tensor.dtype}")
         if len(tensor.shape) != 2 or 0 in tensor.shape:
             raise CheckpointError(f"{tensor.source}: expected a matrix, got shape {list(tensor.shape)}")
         inner, hidden = tensor.shape[::-1] if role == "down" else tensor.shape

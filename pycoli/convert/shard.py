@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from ..device import Device
 from ..errors import CheckpointError, ColiError
 from ..layout import SCALES_SUFFIX, e8_tag, sizes
 from ..naming import expert_place
-from ..weights import Weights, encode
+from ..weights import Weights, encode, format_feature
 from .calibration import CalibrationTotals, Calibrator
 from .plan import CALIBRATED, PlannedTensor, ShardPlan
 from .source import check_finite_rows
@@ -27,6 +27,24 @@ _CHUNK_FLOATS = 2**20
 _CHUNK_ROWS = 128
 """A chunk is this many rows, which is what one block of fp8 scales covers, or several times as many while they have
 fewer floats than that."""
+
+
+NMSE_LIMITS = {
+    "f32": 0.0,
+    "int8": 2e-3,
+    "fp8-e4m3-b128": 5e-3,
+    "mxfp4": 0.05,
+    "int4": 0.08,
+    "int4-g64": 0.08,
+    "e8": 0.08,
+    "int3-g64": 0.15,
+    "int2": 1.0,
+}
+"""Error energy over weight energy above which a matrix counts as wrong: several times what the formats lose on Gaussian
+weights, so that rows with outliers pass."""
+
+CALIBRATED_LIMIT = 1.0
+"""For e8 in a calibrated container: it gives up weights where activations never are. Zeros have 1, other weights 2."""
 
 
 @dataclass
@@ -51,12 +69,14 @@ class Loss:
 
 @dataclass
 class ShardResult:
-    """A file that was written: its size, SHA-256, losses by "kind|format", and how calibrating went."""
+    """A file that was written: its size, SHA-256, losses by "kind|format", how calibrating went, and the names of the
+    matrices that lost more than their format should."""
 
     nbytes: int
     sha256: str
     losses: dict[str, Loss] = field(default_factory=dict)
     calibration: CalibrationTotals = field(default_factory=CalibrationTotals)
+    wrong: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -92,7 +112,7 @@ def write_shard(
     final, partial = folder / shard.name, folder / f"{shard.name}.partial"
     data_start = len(shard.header({}))
     try:
-        with open(partial, "wb") as file:
+        with _naming(partial), open(partial, "wb") as file:
             file.truncate(shard.file_bytes)
 
         def work(part: _Chunk | _Expert) -> tuple[list[tuple[PlannedTensor, Loss]], CalibrationTotals]:
@@ -101,11 +121,14 @@ def write_shard(
             return [(part.planned, _write_chunk(partial, data_start, shard, part, device))], CalibrationTotals()
 
         result = ShardResult(shard.file_bytes, "")
+        of_matrices = {planned.tensor.name: Loss() for planned in shard.tensors}
         for done, totals in _bounded_map(pool, work, _parts(shard), 2 * jobs):
             for planned, loss in done:
                 result.losses.setdefault(f"{planned.kind}|{planned.fmt}", Loss()).add(loss)
+                of_matrices[planned.tensor.name].add(loss)
                 progress(loss.weights)
             result.calibration.add(totals)
+        result.wrong = [p.tensor.name for p in shard.tensors if not of_matrices[p.tensor.name].nmse <= _limit(p)]
         _write_header(partial, shard)
         result.sha256 = digest(partial)
         sync(partial)
@@ -122,13 +145,24 @@ def replace_file(path: Path, content: bytes) -> None:
     """Gives a file its content all at once: whoever reads sees the old one or the new one."""
     partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_bytes(content)
+        with _naming(partial):
+            partial.write_bytes(content)
         sync(partial)
         os.replace(partial, path)
         sync(path.parent)
     except BaseException:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of the system name the file; those of writing, such as that of a full disk, do not by themselves."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
         raise
 
 
@@ -181,6 +215,13 @@ def encode_rows(planned: PlannedTensor, first: int, w: np.ndarray, device: Devic
         return encode(w, fmt, quality=planned.quality, device=device if fmt == "e8" else None)
     except ColiError as error:
         raise CheckpointError(f"{planned.tensor.source}: rows {first} to {first + len(w) - 1}: {error}") from error
+
+
+def _limit(planned: PlannedTensor) -> float:
+    """The NMSE of a matrix above which something is wrong with it."""
+    if planned.quality == CALIBRATED:
+        return CALIBRATED_LIMIT
+    return NMSE_LIMITS[format_feature(planned.fmt)] if planned.encoding else 0.0
 
 
 def _parts(shard: ShardPlan) -> Iterator[_Chunk | _Expert]:
@@ -261,7 +302,7 @@ def squared_error(w: np.ndarray, decoded: np.ndarray) -> tuple[float, float]:
 
 
 def _write_at(path: Path, offset: int, data: np.ndarray) -> None:
-    with open(path, "r+b", buffering=0) as file:
+    with _naming(path), open(path, "r+b", buffering=0) as file:
         file.seek(offset)
         buffer = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
         while buffer:

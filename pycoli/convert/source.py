@@ -106,7 +106,7 @@ class Source(ABC):
 
     @abstractmethod
     def fingerprint(self) -> list[str]:
-        """A text for each file, which changes when its tensors do."""
+        """A text for each file, which changes when its tensors do, be it their values alone."""
 
     @abstractmethod
     def companions(self) -> dict[str, bytes | Path]:

@@ -14,27 +14,10 @@ from ..errors import ArgumentError, CheckpointError
 from ..layout import SCALES_SUFFIX
 from ..weights import format_feature
 from .plan import CALIBRATED, kind_of
-from .shard import Loss, digest, row_chunks, squared_error
+from .shard import CALIBRATED_LIMIT, NMSE_LIMITS, Loss, digest, row_chunks, squared_error
 from .source import Source, SourceTensor
 
 __all__ = ["NMSE_LIMITS", "TensorResult", "verify"]
-
-NMSE_LIMITS = {
-    "f32": 0.0,
-    "int8": 2e-3,
-    "fp8-e4m3-b128": 5e-3,
-    "mxfp4": 0.05,
-    "int4": 0.08,
-    "int4-g64": 0.08,
-    "e8": 0.08,
-    "int3-g64": 0.15,
-    "int2": 1.0,
-}
-"""Error energy over weight energy above which a matrix counts as wrong: several times what the formats lose on Gaussian
-weights, so that rows with outliers pass."""
-
-CALIBRATED_LIMIT = 1.0
-"""For e8 in a calibrated container: it gives up weights where activations never are. Zeros have 1, other weights 2."""
 
 
 @dataclass
