@@ -144,10 +144,10 @@ __device__ __forceinline__ void multiply_some_bytes(const TileSlots &slots, cons
     [[maybe_unused]] constexpr int kHalvesUnrolled = ROLLED ? 1 : 2;
     IntegerSums<AT_ONCE, kTiles> total = {};
     float super_scales[AT_ONCE][2];
+    Half halves[AT_ONCE];
 #pragma unroll kHalvesUnrolled
     for (int half = 0; half < 2; half++) {
         if (half) compiler_fence();
-        Half halves[AT_ONCE];
 #pragma unroll
         for (int m = 0; m < AT_ONCE; m++)
             halves[m].load(slots.first + (first + m) * slots.distance, half, lane, tile_below(place, first + m));
@@ -201,7 +201,7 @@ template <class Half, int ROWS, bool ROLLED>
 __device__ __forceinline__ void multiply_bytes(const TileSlots &slots, const TilePlace &place, const LimbFragments<ROWS> &x,
                                                int column, const ByteTables &tables, int lane,
                                                float (&sums)[2][2][LimbColumns<ROWS>::kTiles][2]) {
-    constexpr int kAtOnce = ROWS < 8 ? 2 : 1;
+    constexpr int kAtOnce = ROWS <= 8 ? 2 : 1;
 #pragma unroll
     for (int first = 0; first < 2; first += kAtOnce)
         multiply_some_bytes<Half, ROWS, ROLLED, kAtOnce>(slots, place, first, x, column, tables, lane, sums);
