@@ -21,6 +21,7 @@ template <int N> class WgmmaUnit {
     __device__ __forceinline__ void multiply(float (&chunk)[N / 8][4], const uint32_t (&a)[4], int step, bool add) const {
         wgmma(chunk, a, tokens_ + (step / 4 * N * kTokenBytes + step % 4 * 32) / 16, add);
     }
+    __device__ __forceinline__ void next() const {}
     __device__ __forceinline__ void end() const { wgmma_commit(); }
     template <int GROUPS> __device__ __forceinline__ void wait() const { wgmma_wait<GROUPS>(); }
     __device__ __forceinline__ void settle(float (&chunk)[N / 8][4]) const { wgmma_settle(chunk); }
@@ -52,6 +53,7 @@ __device__ void fill_stages(const PrefillJob &job, const RingMemory &ring, int l
     }
 }
 
+template <bool EXACT>
 __global__ void __launch_bounds__(kThreads, 1)
     prefill_wgmma(const __grid_constant__ GroupParams p, const __grid_constant__ PrefillProduct plan, const Tokens tokens) {
     dependency_trigger();
@@ -69,14 +71,14 @@ __global__ void __launch_bounds__(kThreads, 1)
         take_registers<kMultiplyRegisters>();
         const KernelTables tables{codebook_of(reinterpret_cast<const uint2 *>(shared), lane), p.tables->fp8};
         FedRing stages(ring, lane);
-        multiply_items<WgmmaUnit, kMaxTokenTile>(job, stages, tables, warp, lane);
+        multiply_items<WgmmaUnit, EXACT, kMaxTokenTile>(job, stages, tables, warp, lane);
     }
 }
 
 } // namespace
 
-PrefillKernel prefill_wgmma_kernel() {
-    return prefill_wgmma;
+PrefillKernel prefill_wgmma_kernel(bool exact) {
+    return exact ? prefill_wgmma<true> : prefill_wgmma<false>;
 }
 
 } // namespace coli

@@ -21,7 +21,7 @@ constexpr int kMaxMmaTokenTile = 32;
 
 using PrefillKernel = void (*)(GroupParams, PrefillProduct, Tokens);
 
-PrefillKernel prefill_wgmma_kernel();
+PrefillKernel prefill_wgmma_kernel(bool exact);
 
 } // namespace coli
 
