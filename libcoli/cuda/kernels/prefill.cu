@@ -1,6 +1,7 @@
 #include "prefill_kernels.h"
 
 #include <algorithm>
+#include <array>
 
 #include "../ptx/lookup.cuh"
 #include "launch.h"
@@ -178,11 +179,25 @@ bool has_wgmma(const GpuTraits &gpu) {
     return gpu.capability == 90 && path_of(gpu) == Path::kHopper;
 }
 
-/* Clocks of an item's stage, roughly: a set's decoding and products overlap in part, and copies take their time too. */
+/* Clocks of a set, fitted to an H200: decoding and products overlap in part. With wgmma most of it is waiting, which a
+ * third warpgroup shares; few warps of mma have more to wait for. */
+int set_cost(const PrefillProduct &plan) {
+    const int products = (plan.exact ? 28 : 20) * plan.token_tile;
+    if (!plan.wgmma) return (600 + products) * kPrefillWarps / plan.warps;
+    return plan.warps == kPrefillWarps ? 2100 + products : (2100 + products) * 6 / 5;
+}
+
+/* Clocks of an item's stage; copies take their time too. */
 int stage_cost(const PrefillProduct &plan) {
-    const int set = 600 + (plan.exact ? 32 : 24) * plan.token_tile, bytes_per_clock = 24;
-    const int busy = std::max(plan.sets * set * kPrefillWarps / plan.warps, plan.stage_bytes / bytes_per_clock);
+    constexpr int kBytesPerClock = 24;
+    const int busy = std::max(plan.sets * set_cost(plan), plan.stage_bytes / kBytesPerClock);
     return plan.stages > 1 ? busy : 2 * busy;
+}
+
+/* The warps to try. */
+std::array<int, 2> warps_to_try(const PrefillProduct &plan) {
+    if (!plan.wgmma) return {kPrefillWarps, kPrefillWarps / 2};
+    return {plan.token_tile <= kMaxManyWarpsTokenTile ? kPrefillManyWarps : kPrefillWarps, kPrefillWarps};
 }
 
 /* Lays out shared memory with as many stages as fit; false when none does. */
@@ -222,9 +237,10 @@ PrefillProduct plan_launch(const GpuTraits &gpu, const GroupParams &params, bool
     for (int tile = 32; tile <= (base.wgmma ? kMaxTokenTile : kMaxMmaTokenTile); tile += 32) {
         if (tile > 32 && params.max_rows <= tile - 32) break;
         for (int sets = hidden ? 2 : 1; sets <= 2; sets++) {
-            for (int warps = kPrefillWarps; warps >= (base.wgmma ? kPrefillWarps : kPrefillWarps / 2); warps /= 2) {
-                PrefillProduct plan = base;
-                plan.token_tile = tile, plan.sets = sets, plan.warps = warps;
+            PrefillProduct plan = base;
+            plan.token_tile = tile, plan.sets = sets;
+            for (int warps : warps_to_try(plan)) {
+                plan.warps = warps;
                 if (!place_stages(gpu, plan)) continue;
                 plan.items = count_items(params, hidden ? params.H : params.D, plan);
                 plan.blocks = std::min(plan.items, gpu.multiprocessors);
@@ -240,13 +256,13 @@ PrefillProduct plan_launch(const GpuTraits &gpu, const GroupParams &params, bool
 /*------   Launches   ------*/
 
 PrefillKernel kernel_of(const PrefillProduct &plan) {
-    if (plan.wgmma) return prefill_wgmma_kernel(plan.exact);
+    if (plan.wgmma) return prefill_wgmma_kernel(plan.exact, plan.warps);
     return plan.exact ? prefill_mma<true> : prefill_mma<false>;
 }
 
 cudaError_t launch_product(const GroupParams &params, const PrefillProduct &plan, const Tokens &tokens,
                            cudaStream_t stream) {
-    const int threads = (plan.wgmma ? kPrefillWgmmaWarps : plan.warps) * kWarp;
+    const int threads = (plan.wgmma ? plan.warps + kPrefillFillWarps : plan.warps) * kWarp;
     return launch(kernel_of(plan), dim3(plan.blocks), threads, plan.shared_bytes, plan.wgmma, stream, params, plan, tokens);
 }
 
@@ -334,7 +350,9 @@ cudaError_t prepare_prefill_kernels(const GpuTraits &gpu) {
     cudaError_t result = cudaSuccess;
     for (bool exact : {false, true}) {
         if (result == cudaSuccess) result = allow(exact ? prefill_mma<true> : prefill_mma<false>);
-        if (result == cudaSuccess && gpu.capability == 90) result = allow(prefill_wgmma_kernel(exact));
+        for (int warps : {kPrefillWarps, kPrefillManyWarps}) {
+            if (result == cudaSuccess && gpu.capability == 90) result = allow(prefill_wgmma_kernel(exact, warps));
+        }
     }
     return result;
 }

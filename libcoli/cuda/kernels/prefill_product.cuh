@@ -363,7 +363,7 @@ __device__ __forceinline__ void multiply_items(const PrefillJob &job, Pipe &pipe
                                                int lane) {
     for (ItemWalk items(job); !items.done(); items.next()) {
         const PrefillItem &item = items.item();
-        if (item.tokens <= 32)
+        if (MAX_TILE == 32 || item.tokens <= 32)
             multiply_item<Unit, EXACT, 32>(job, item, pipe, tables, warp, lane);
         else if (MAX_TILE > 64 && item.tokens <= 64)
             multiply_item<Unit, EXACT, 64>(job, item, pipe, tables, warp, lane);
