@@ -210,7 +210,7 @@ def test_mixtral_keeps_its_names(tmp_path, rng):
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm_moe_dsa"])
 def test_names_of_deepseek_and_glm(tmp_path, rng, family):
-    """A dense layer first, shared experts, routers with a bias, a head for further tokens; GLM-5 has an indexer, too."""
+    """A dense layer first, shared experts, routers with a bias, a head for further tokens; in GLM-5 an indexer."""
     layers, experts = 2, 4
     config = {
         "model_type": family,
