@@ -78,15 +78,24 @@ template <int BITS> __device__ __forceinline__ uint32_t zip(uint32_t word) {
 }
 
 /* Which uploaded bytes are word k of a lane's piece c: one struct for each way of arranging them, read by both directions.
- * A unit is 4 bytes of INT4, MXFP4, INT4_GROUPED; */
+ * A unit is 4 bytes of MXFP4; */
 struct NibbleUnits {
     static constexpr int kPieces = 4;
     static __device__ size_t offset(int c, int k, int t) { return 16 * (2 * c + (k >> 1)) + 4 * t; }
     static __device__ uint32_t load(const LaneRows &rows, int c, int k) {
-        return zip<4>(rows.row[k & 1].load32(offset(c, k, rows.t)));
+        return rows.row[k & 1].load32(offset(c, k, rows.t));
     }
     static __device__ void store(const LaneRows &rows, int c, int k, uint32_t word) {
-        rows.row[k & 1].store32(offset(c, k, rows.t), unzip<4>(word));
+        rows.row[k & 1].store32(offset(c, k, rows.t), word);
+    }
+};
+
+/* and of INT4 and INT4_GROUPED; */
+struct ZippedNibbleUnits {
+    static constexpr int kPieces = NibbleUnits::kPieces;
+    static __device__ uint32_t load(const LaneRows &rows, int c, int k) { return zip<4>(NibbleUnits::load(rows, c, k)); }
+    static __device__ void store(const LaneRows &rows, int c, int k, uint32_t word) {
+        NibbleUnits::store(rows, c, k, unzip<4>(word));
     }
 };
 
@@ -366,8 +375,11 @@ template <bool PACK> cudaError_t launch(const LayoutParams &params, cudaStream_t
     case COLI_E8:
         launch_convert<E8Units, PACK>(params, stream);
         break;
-    default:
+    case COLI_MXFP4:
         launch_convert<NibbleUnits, PACK>(params, stream);
+        break;
+    default:
+        launch_convert<ZippedNibbleUnits, PACK>(params, stream);
         break;
     }
     return cudaGetLastError();

@@ -361,6 +361,8 @@ template <int ROWS, bool ROLLED> struct LimbScheme {
             return multiply_units<LimbScheme, Int4GroupedHalf<2>>(args...);
         case TileKind::kInt2:
             return multiply_units<LimbScheme, Int2Half>(args...);
+        case TileKind::kMxfp4:
+            return multiply_units<LimbScheme, Mxfp4Half>(args...);
         default:
             return multiply_units<LimbScheme, E8Half>(args...);
         }
