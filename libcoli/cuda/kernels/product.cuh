@@ -329,7 +329,7 @@ template <class Path, int ROWS> struct HalfScheme {
     static __device__ __forceinline__ float value(const Sums &sums, int m, int r, int k, int) { return sums.of[m][r][k]; }
 };
 
-/* Activations as three signed bytes, formats of small integers (multiplies_bytes). */
+/* Activations as three signed bytes, formats whose weights are bytes (multiplies_bytes). */
 template <int ROWS, bool ROLLED> struct LimbScheme {
     using Planes = LimbPlanes;
     using Columns = LimbColumns<ROWS>;

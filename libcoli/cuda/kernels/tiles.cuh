@@ -10,7 +10,7 @@
  *     half_scale(r)                   a factor of row g + 8 r that all of them lack
  *     kUnit                           a constant factor that everything lacks
  *
- * and formats of small integers
+ * and formats whose weights are small integers times a scale
  *
  *     bytes(b, tables, a)             the same codes as signed bytes times a constant: a[r + 2 h] is the four columns
  *                                     8 t + 4 h ... of row g + 8 r, the A fragment of mma.m16n8k32
@@ -256,13 +256,14 @@ struct Mxfp4Half : NibbleHalf {
      * that byte: zero. With all signs flipped the same look-up gives the negative ones alone, halved, as their own top bit
      * has to be clear too. Where one of the two is not zero the other one is: their sum carries nowhere. */
     __device__ __forceinline__ void bytes(int b, const ByteTables &, uint32_t (&a)[4]) const {
+        const uint32_t first_positive = register_constant(0x06040200u), first_negative = register_constant(0x7d7e7f00u);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const uint32_t word = words[2 * b + r], flipped = word ^ 0x88888888u;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const uint32_t positive = prmt(0x06040200u, 0x18100c08u, word >> 16 * h);
-                const uint32_t half_negative = prmt(0x7d7e7f00u, 0x74787a7cu, flipped >> 16 * h);
+                const uint32_t positive = prmt(first_positive, 0x18100c08u, word >> 16 * h);
+                const uint32_t half_negative = prmt(first_negative, 0x74787a7cu, flipped >> 16 * h);
                 a[r + 2 * h] = 2 * half_negative + positive;
             }
         }
