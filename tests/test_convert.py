@@ -208,6 +208,50 @@ def test_mixtral_keeps_its_names(tmp_path, rng):
         )
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm_moe_dsa"])
+def test_names_of_deepseek_and_glm(tmp_path, rng, family):
+    """A dense layer first, shared experts, routers with a bias, a head for further tokens; in GLM-5 an indexer."""
+    layers, experts = 2, 4
+    config = {
+        "model_type": family,
+        "hidden_size": HIDDEN,
+        "moe_intermediate_size": INNER,
+        "n_routed_experts": experts,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": layers,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    }
+    tensors = model_tensors(rng, layers=layers + 1, experts=experts)
+    shapes = dict(zip(COMMON, ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)), strict=True))
+    tensors = {name: w for name, w in tensors.items() if not name.startswith("model.layers.0.mlp.")}
+    for matrix, shape in shapes.items():
+        tensors[f"model.layers.0.mlp.{matrix}.weight"] = random_matrix(rng, *shape)
+        tensors[f"model.layers.1.mlp.shared_experts.{matrix}.weight"] = random_matrix(rng, *shape)
+    tensors["model.layers.1.mlp.gate.e_score_correction_bias"] = rng.standard_normal(experts).astype(np.float32)
+    tensors["model.layers.2.eh_proj.weight"] = random_matrix(rng, HIDDEN, 2 * HIDDEN)
+    if family == "glm_moe_dsa":
+        tensors["model.layers.1.self_attn.indexer.wq_b.weight"] = random_matrix(rng, 64, HIDDEN)
+        tensors["model.layers.1.self_attn.indexer.k_norm.bias"] = random_matrix(rng, 64)
+
+    report = convert(write_model(tmp_path / "model", tensors, config), tmp_path / "out")
+    assert report.warnings == []
+    stored = {}
+    for file in (tmp_path / "out").glob("out-*.safetensors"):
+        stored |= load_file(file)
+    for name, w in tensors.items():
+        w = w.astype(np.float32)
+        if ".experts." in name:
+            assert stored[name].tobytes() == pycoli.encode(w, "e8").data.tobytes(), name
+        elif w.ndim == 2 and not name.endswith("mlp.gate.weight"):
+            assert stored[name].tobytes() == pycoli.encode(w, "int8").data.tobytes(), name
+        else:
+            np.testing.assert_array_equal(stored[name], w, err_msg=name)
+    with pycoli.Container(tmp_path / "out") as container:
+        assert container.layers == [1, 2]
+        assert len(container.experts(1)) == experts
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(256, 512), (300, 200)])
 def test_fp8_with_block_scales(tmp_path, rng, rows, columns):
     shapes = {"gate_proj": (rows, columns), "up_proj": (rows, columns), "down_proj": (columns, rows)}

@@ -8,9 +8,14 @@ namespace {
 
 bool exact_required = true;
 
-/* Whether the prefill kernels may compute so many rows: they round activations, and need tensor cores. */
+/* Whether the prefill kernels may compute so many rows: they need tensor cores. */
 bool may_prefill(const GpuTraits &gpu, const GroupParams &params) {
-    return !exact_required && params.max_rows > kMaxPassRows && path_of(gpu) != Path::kPlain;
+    return !params.pinned && params.max_rows > kMaxPassRows && path_of(gpu) != Path::kPlain;
+}
+
+/* Whether they are not to round activations. The bounded activation would magnify what rounding takes away. */
+bool needs_exact(const GroupParams &params) {
+    return exact_required || params.activation.kind != Activation::kSilu;
 }
 
 /* The experts with few rows, or with many. */
@@ -49,9 +54,9 @@ void place_workspace(GroupParams *params, int total_rows, void *workspace) {
 }
 
 bool plan_prefill_part(const GpuTraits &gpu, const GroupParams &params, GroupParams *part, PrefillPlan *plan) {
-    if (params.exact || !may_prefill(gpu, params)) return false;
-    if (params.activation.kind != Activation::kSilu) return false; /* the bounded one magnifies what rounding takes away */
+    if (!may_prefill(gpu, params)) return false;
     *part = part_of(params, true);
+    part->exact = needs_exact(params);
     if (!prefill_supports(*part)) return false;
     *plan = plan_prefill(gpu, *part);
     return plan->possible;
@@ -71,7 +76,8 @@ size_t product_workspace_bytes(int S, int I) {
 }
 
 cudaError_t launch_product(Context &context, const GroupParams &params, void *workspace, cudaStream_t stream) {
-    if (workspace && may_prefill(context.gpu, params) && prefill_supports_down(params)) {
+    /* an exact product has the bits of the call without a workspace */
+    if (workspace && !exact_required && may_prefill(context.gpu, params) && prefill_supports_down(params)) {
         const PrefillPlan plan = plan_prefill_down(context.gpu, params);
         if (plan.possible) return launch_prefill_down(params, plan, workspace, stream);
     }

@@ -1,7 +1,7 @@
 /* dispatch.h - groups and products on the device: which experts take which kernels.
  *
- * Experts of up to kMaxPassRows rows are computed exactly (kernels/expert.h). Above, where the host does without exactness,
- * the prefill kernels take over, which round activations to fp16 (kernels/prefill.h), if GPU and formats are theirs. */
+ * Experts of up to kMaxPassRows rows take the kernels of kernels/expert.h. Above, those of kernels/prefill.h take over, if
+ * GPU and formats are theirs; where the host does without exactness, they round activations to fp16. */
 #ifndef COLI_CUDA_DISPATCH_H
 #define COLI_CUDA_DISPATCH_H
 

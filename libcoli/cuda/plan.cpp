@@ -214,14 +214,10 @@ std::vector<ProductPlan> all_variants(const GpuTraits &gpu) {
 }
 
 const ProductPlan &PlanCache::product(const GpuTraits &gpu, const ProductTask &task) {
-    for (const Entry &entry : entries_) {
-        if (entry.task == task) return entry.plan;
+    for (size_t i = 0; i < count_; i++) {
+        if (entries_[i].task == task) return entries_[i].plan;
     }
-    if (entries_.size() < kEntries) {
-        entries_.push_back({task, plan_product(gpu, task)});
-        return entries_.back().plan;
-    }
-    Entry &entry = entries_[oldest_++ % kEntries];
+    Entry &entry = entries_[count_ < kEntries ? count_++ : oldest_++ % kEntries];
     entry = {task, plan_product(gpu, task)};
     return entry.plan;
 }

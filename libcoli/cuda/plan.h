@@ -153,8 +153,8 @@ class PlanCache {
         ProductPlan plan;
     };
     static constexpr size_t kEntries = 32;
-    std::vector<Entry> entries_;
-    size_t oldest_ = 0;
+    Entry entries_[kEntries]{}; /* no memory is asked for in a call */
+    size_t count_ = 0, oldest_ = 0;
 };
 
 RotationPlan plan_rotation(int dim, int rows);

@@ -263,11 +263,10 @@ def test_plans_of_many_rows(limits):
     for capability, unit in ((75, None), (80, " mma,"), (86, " mma,"), (90, " wgmma,"), (100, " mma,"), (120, " mma,")):
         lines = plan_lines(limits, capability=capability, rows=64)
         assert all("prefill" in line and unit in line for line in lines) if unit else "plain" in lines[0]
-    for exact in (5, -1, 1):
+    for exact in (5, -1, 1, 0):
         limits.require_exact(exact)
-        assert "prefill" not in "".join(plan_lines(limits, rows=64))
-    limits.require_exact(0)
-    assert "prefill" in plan_lines(limits, rows=64)[0]
+        lines = plan_lines(limits, capability=90, rows=64)
+        assert all(("prefill on wgmma, exact," in line) == (exact != 0) for line in lines), lines
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -280,9 +279,10 @@ def test_every_shape_has_a_plan(limits, fmt, capability):
             lines = plan_lines(
                 limits, capability=capability, formats=(fmt,) * 3, shape=shape, experts=experts, rows=rows
             )
-            launches = [re.search(r"grid (\d+) x .* (\d+) warps, .* (\d+) bytes shared", line) for line in lines]
-            sizes = [[int(number) for number in launch.groups()] for launch in launches if launch]
-            assert len(sizes) == 2
+            blocks = r"(?:grid (?=(\d+) x ).* |in (?=(\d+) blocks of ).* )"
+            launches = [re.search(blocks + r"(\d+) warps, .* (\d+) bytes shared", line) for line in lines]
+            sizes = [[int(number) for number in launch.groups() if number] for launch in launches if launch]
+            assert [len(size) for size in sizes] == [3, 3], lines
             assert all(min(size) > 0 for size in sizes), lines
 
 

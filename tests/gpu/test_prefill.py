@@ -1,4 +1,4 @@
-"""More than 16 rows: products on matrix units with activations as fp16, through the C ABI.
+"""More than 16 rows: products on matrix units with activations as fp16, or as two of them, through the C ABI.
 
 What every number of rows has to keep is in test_paths.py; here are the shapes, formats and mixtures that matter to the
 kernels for many rows.
@@ -40,6 +40,13 @@ def path(gpu, request):
     return request.param
 
 
+@pytest.fixture(params=[False, True], ids=["rounded", "exact"])
+def exact(gpu, request):
+    """Whether what rounding takes from activations is multiplied too. Only groups do so."""
+    gpu.require_exact(request.param)
+    return request.param
+
+
 def split(rows, x):
     return np.split(x, np.cumsum(rows)[:-1])
 
@@ -48,6 +55,12 @@ def make_group(gpu, rng, formats, D, H, rows):
     """Experts, their tensors and activations."""
     experts = [random_expert(rng, D, H, formats[e % len(formats)]) for e in range(len(rows))]
     return experts, [gpu.upload_expert(expert) for expert in experts], gaussian(rng, sum(rows), D)
+
+
+def check_rounding(y, experts, rows, x, exact):
+    """The error is that of these kernels."""
+    error = check_group(y, experts, rows, x, EXACT if exact else MANY_ROWS)
+    assert exact or error > EXACT, "other kernels did it"
 
 
 def check_group(y, experts, rows, x, most=MANY_ROWS):
@@ -96,28 +109,28 @@ def test_other_formats_are_exact(gpu, rng, path, fmt):
 
 @pytest.mark.parametrize(("D", "H"), [(256, 256), (300, 72)])
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_groups_of_one_format(gpu, rng, path, fmt, D, H):
+def test_groups_of_one_format(gpu, rng, path, exact, fmt, D, H):
     rows = [17, 100]
     experts, tensors, x = make_group(gpu, rng, [(fmt,) * 3], D, H, rows)
     y = gpu.group(tensors, rows, x)
-    assert check_group(y, experts, rows, x) > EXACT, "other kernels did it"
+    check_rounding(y, experts, rows, x, exact)
     assert np.array_equal(gpu.group(tensors, rows, x), y), "another run gave other bits"
 
 
 @pytest.mark.parametrize(("D", "H"), [(512, 272), (333, 129)])
-def test_mixed_formats(gpu, rng, path, D, H):
+def test_mixed_formats(gpu, rng, path, exact, D, H):
     experts, tensors, x = make_group(gpu, rng, MIXTURE, D, H, ROWS)
     y = gpu.group(tensors, ROWS, x)
-    assert check_group(y, experts, ROWS, x) > EXACT, "other kernels did it"
+    check_rounding(y, experts, ROWS, x, exact)
     assert np.array_equal(gpu.group(tensors, ROWS, x), y), "another run gave other bits"
 
 
-def test_ragged_rows(gpu, rng, path):
-    """Experts of few rows, which are exact, between those of many."""
+def test_ragged_rows(gpu, rng, path, exact):
+    """Experts of few rows, which are always exact, between those of many."""
     rows = [1, 200, 16, 17, 3, 96, 97, 33, 2, 64]
     experts, tensors, x = make_group(gpu, rng, [("e8",) * 3, ("int4",) * 3, *MIXTURE], 256, 80, rows)
     y = gpu.group(tensors, rows, x)
-    check_group(y, experts, rows, x)
+    check_group(y, experts, rows, x, EXACT if exact else MANY_ROWS)
     few = [e for e, count in enumerate(rows) if count <= 16]
     parts, results = split(rows, x), split(rows, y)
     for e in few:
@@ -140,19 +153,38 @@ def test_experts_without_rows(gpu, rng, simulator, path):
     check_group(y, experts, rows, x)
 
 
-def test_bounded_activation(gpu, rng, path):
+def test_bounded_activation_is_exact(gpu, rng, path):
+    """It would magnify what rounding takes away."""
     D, H, S, b1, b2 = 256, 80, 40, 7.0, 1.75
     expert = random_expert(rng, D, H, ("mxfp4",) * 3)
     parts = [pointer(part, "unsigned char *") for matrix in expert for part in (matrix.data, matrix.scales)]
-    # Larger gates and ups saturate it, which magnifies errors (kernels/prefill.h).
     x, y = gaussian(rng, S, D), np.empty((S, D), np.float32)
     gpu.check(gpu.lib.coli_cuda_expert_mxfp4(floats(y), floats(x), *parts, S, D, H, b1, b2))
     error = oracle.relative_rms(y, oracle.expert_mxfp4(x, *expert, b1, b2))
-    assert error <= MANY_ROWS, f"relative error {error:.3g}"
+    assert error <= EXACT, f"relative error {error:.3g}"
+
+
+@pytest.mark.parametrize("formats", [("e8",) * 3, ("fp8-e4m3-b128", "int4", "mxfp4")], ids="-".join)
+def test_pinned_groups_have_the_bits_of_few_rows(gpu, rng, path, exact, formats):
+    rows = [40, 17]
+    experts, tensors, x = make_group(gpu, rng, [formats], 300, 72, rows)
+    y = gpu.group(tensors, rows, x, pinned=1)
+    check_group(y, experts, rows, x, EXACT)
+    for expert, part, result in zip(tensors, split(rows, x), split(rows, y), strict=True):
+        assert np.array_equal(gpu.expert_mlp(expert, part[-16:]), result[-16:])
+    assert not np.array_equal(gpu.group(tensors, rows, x), y), "the same kernels did both"
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e-6])
+def test_large_and_small_activations(gpu, rng, path, exact, scale):
+    rows = [40]
+    experts, tensors, x = make_group(gpu, rng, [("int4", "int8", "e8")], 256, 80, rows)
+    x *= np.float32(scale)
+    check_group(gpu.group(tensors, rows, x), experts, rows, x, EXACT if exact else MANY_ROWS)
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_stays_in_its_row(gpu, rng, path, value):
+def test_what_is_not_finite_stays_in_its_row(gpu, rng, path, exact, value):
     rows = [40, 100]
     _, tensors, x = make_group(gpu, rng, [("e8",) * 3, ("mxfp4", "int4", "int8")], 300, 72, rows)
     clean = gpu.group(tensors, rows, x)
@@ -173,9 +205,9 @@ def test_plain_kernels_stay_exact(gpu, rng):
 
 
 @pytest.mark.parametrize("formats", [("e8",) * 3, ("int4",) * 3, ("mxfp4", "e8", "int8")], ids="-".join)
-def test_glm_sized_group(gpu, rng, simulator, path, formats):
+def test_glm_sized_group(gpu, rng, simulator, path, exact, formats):
     if simulator:
         pytest.skip("takes too long on the simulator")
     rows = [64, 17, 300]
     experts, tensors, x = make_group(gpu, rng, [formats], 6144, 2048, rows)
-    assert check_group(gpu.group(tensors, rows, x), experts, rows, x) > EXACT
+    check_rounding(gpu.group(tensors, rows, x), experts, rows, x, exact)

@@ -11,10 +11,10 @@ namespace {
 int describe(const PrefillProduct &plan, const char *name, int experts, char *text, size_t capacity) {
     return snprintf(
         text, capacity,
-        "%-6s prefill on %s, %d expert(s), tiles of %d tokens, %d items in %d blocks of %d warps, %d stages, %d bytes "
+        "%-6s prefill on %s%s, %d expert(s), tiles of %d tokens, %d items in %d blocks of %d warps, %d stages, %d bytes "
         "shared",
-        name, plan.wgmma ? "wgmma" : "mma", experts, plan.token_tile, plan.items, plan.blocks, plan.warps, plan.stages,
-        plan.shared_bytes);
+        name, plan.wgmma ? "wgmma" : "mma", plan.exact ? ", exact" : "", experts, plan.token_tile, plan.items, plan.blocks,
+        plan.warps, plan.stages, plan.shared_bytes);
 }
 
 /* A text that goes on counting when its memory is full. */

@@ -160,7 +160,7 @@ int coli_cuda_expert_group_pinned(ColiCudaTensor *const *gates, ColiCudaTensor *
     int total_rows;
     COLI_FORWARD(call.ok() && fits_one_launch(group) && check_group(group, 1, &total_rows));
     GroupParams params = group_params(group, 0, 0);
-    params.exact = pin_small_batch != 0;
+    params.pinned = pin_small_batch != 0;
     return run_group(*context, params, total_rows, y, x) && counted(*context, count, total_rows);
 }
 

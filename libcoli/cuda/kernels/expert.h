@@ -25,7 +25,8 @@ struct ExpertEntry {
 struct GroupParams {
     int D, H; /* gate and up [H, D], down [D, H] */
     int count, max_rows;
-    bool exact; /* activations are not to be rounded, however many rows there are */
+    bool pinned; /* results are not to depend on the number of rows, however many there are */
+    bool exact;  /* the prefill kernels are not to round activations */
     Activation activation;
     const float *x; /* [rows, D] */
     float *y;       /* [rows, D] */

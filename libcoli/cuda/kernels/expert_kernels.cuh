@@ -162,7 +162,7 @@ template <class OnPath, int ROWS, bool LIMBS_ONLY, class Store>
 __device__ __forceinline__ void multiply_in_scheme(Share &share, const RowSource &source, int rows, const ProductPlan &plan,
                                                    const DeviceTables &tables, Store store) {
     /* where registers run out otherwise */
-    constexpr int kMostUnrolled = 8;
+    constexpr int kMostUnrolled = OnPath::kCopyEngine ? 8 : 4;
     constexpr bool kRolled = kCompiledFor >= 100 || !LIMBS_ONLY || ROWS > kMostUnrolled;
     constexpr int kTogether = ROWS == 1 || !LIMBS_ONLY ? 1 : 4; /* slices: where registers suffice */
     if constexpr (LIMBS_ONLY) {

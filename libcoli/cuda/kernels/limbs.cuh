@@ -170,8 +170,16 @@ __device__ __forceinline__ void multiply_some_bytes(const TileSlots &slots, cons
     for (int half = 0; half < 2; half++) {
         if (half) compiler_fence();
 #pragma unroll
-        for (int m = 0; m < AT_ONCE; m++)
-            halves[m].load(slots.first + (first + m) * slots.distance, half, lane, tile_below(place, first + m));
+        for (int m = 0; m < AT_ONCE; m++) {
+            const uint8_t *tile = slots.first + (first + m) * slots.distance;
+            if constexpr (kIntegerScales && !ROLLED) {
+                if (half) {
+                    halves[m].load_indices(tile, half, lane);
+                    continue;
+                }
+            }
+            halves[m].load(tile, half, lane, tile_below(place, first + m));
+        }
         int scales[AT_ONCE][2][2];
 #pragma unroll
         for (int b = 0; b < kHalfSubblocks; b++) {
@@ -222,7 +230,7 @@ template <class Half, int ROWS, bool ROLLED>
 __device__ __forceinline__ void multiply_bytes(const TileSlots &slots, const TilePlace &place, const LimbFragments<ROWS> &x,
                                                int column, const ByteTables &tables, int lane,
                                                float (&sums)[2][2][LimbColumns<ROWS>::kTiles][2]) {
-    constexpr int kAtOnce = ROWS <= 8 ? 2 : 1;
+    constexpr int kAtOnce = ROWS < 8 || (ROWS == 8 && !ROLLED) ? 2 : 1;
 #pragma unroll
     for (int first = 0; first < 2; first += kAtOnce)
         multiply_some_bytes<Half, ROWS, ROLLED, kAtOnce>(slots, place, first, x, column, tables, lane, sums);

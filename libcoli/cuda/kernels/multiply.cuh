@@ -40,9 +40,9 @@ __device__ __forceinline__ void multiply_codes(const TileSlots &slots, const Til
                                                int lane, float (&sums)[2][2][ROW_TILES]) {
     constexpr int kSpan = Half::kSubblocksPerScale ? Half::kSubblocksPerScale : kHalfSubblocks;
     float scaled[2][2][ROW_TILES] = {}, c[2][ROW_TILES][4] = {}, scales[2][2][2], last_scale[2][2];
-    Half halves[2];
 #pragma unroll 1
     for (int half = 0; half < 2; half++) {
+        Half halves[2];
         load_halves(halves, slots, half, lane, place);
 #pragma unroll
         for (int b = 0; b < kHalfSubblocks; b++) {
@@ -158,9 +158,9 @@ __device__ __forceinline__ void multiply_weights(const TileSlots &slots, const T
     for (int i = 0; i < 2 * ROW_TILES; i++) { /* loops that stay loops: this path is for few cases, and it is long */
         const int m = i % 2, n = i / 2;
         float dots[2][4] = {};
-        Half half;
 #pragma unroll 1
         for (int h = 0; h < 2; h++) {
+            Half half;
             half.load(slots.first + m * slots.distance, h, lane, tile_below(place, m));
             dot_units(half, x, column + kTileColumns / 2 * h, n, tables, lane, dots);
         }

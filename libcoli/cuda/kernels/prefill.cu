@@ -1,6 +1,7 @@
 #include "prefill_kernels.h"
 
 #include <algorithm>
+#include <array>
 
 #include "../ptx/lookup.cuh"
 #include "launch.h"
@@ -17,19 +18,19 @@ constexpr int kHeldQuads = 8;            /* enough for rows of 8192 */
 constexpr int kMostPrepareBlocks = 4096; /* of an expert; they go on to further rows */
 
 /* Rows of x or, if HIDDEN, of the hidden rows to tokens; grid (rows, experts). */
-template <bool HIDDEN>
-__global__ void __launch_bounds__(kPrepareThreads, 4)
+template <bool HIDDEN, bool EXACT>
+__global__ void __launch_bounds__(kPrepareThreads, EXACT ? 3 : 4)
     prepare_tokens(const __grid_constant__ GroupParams p, const Tokens tokens) {
     __shared__ float of_warps[kPrepareThreads / kWarp];
     dependency_trigger();
     const ExpertEntry &expert = p.experts[blockIdx.y];
     const int columns = HIDDEN ? p.H : p.D;
     const int first = first_token(expert.first_row - p.experts[0].first_row, blockIdx.y);
-    const ExpertTokens of_expert = expert_tokens(tokens, first, expert.rows, columns);
+    const ExpertTokens of_expert = expert_tokens(tokens, first, expert.rows, columns, EXACT);
     const float *x = (HIDDEN ? p.hidden : p.x) + static_cast<size_t>(expert.first_row) * columns;
     dependency_wait();
     for (int row = blockIdx.x; row < expert.rows; row += gridDim.x) {
-        prepare_token<kHeldQuads>(x + static_cast<size_t>(row) * columns, columns, of_expert, row, of_warps);
+        prepare_token<kHeldQuads, EXACT>(x + static_cast<size_t>(row) * columns, columns, of_expert, row, of_warps);
         __syncthreads();
     }
 }
@@ -49,6 +50,7 @@ __device__ __forceinline__ const float *rotate_hidden(const float *x, float *rot
 }
 
 /* Hidden rows to tokens, rotated where the expert wants it. */
+template <bool EXACT>
 __global__ void __launch_bounds__(kPrepareThreads, 2)
     rotate_and_prepare(const __grid_constant__ GroupParams p, const Tokens tokens) {
     __shared__ __align__(16) float buffer[kRotationPiece];
@@ -56,13 +58,13 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
     dependency_trigger();
     const ExpertEntry &expert = p.experts[blockIdx.y];
     const int first = first_token(expert.first_row - p.experts[0].first_row, blockIdx.y);
-    const ExpertTokens of_expert = expert_tokens(tokens, first, expert.rows, p.H);
+    const ExpertTokens of_expert = expert_tokens(tokens, first, expert.rows, p.H, EXACT);
     dependency_wait();
     for (int row = blockIdx.x; row < expert.rows; row += gridDim.x) {
         const size_t start = (static_cast<size_t>(expert.first_row) + row) * p.H;
         const float *hidden = p.hidden + start;
         if (expert.rotate_hidden) hidden = rotate_hidden(hidden, p.rotated + start, p.H, p.tables->signs, buffer);
-        prepare_token<2>(hidden, p.H, of_expert, row, of_warps);
+        prepare_token<2, EXACT>(hidden, p.H, of_expert, row, of_warps);
         __syncthreads();
     }
 }
@@ -87,6 +89,7 @@ template <int N> class MmaUnit {
                          *reinterpret_cast<const uint32_t *>(row + second));
         }
     }
+    __device__ __forceinline__ void next() const { compiler_fence(); }
     __device__ __forceinline__ void end() const { compiler_fence(); }
     template <int GROUPS> __device__ __forceinline__ void wait() const {}
     __device__ __forceinline__ void settle(float (&)[N / 8][4]) const {}
@@ -139,6 +142,7 @@ class AsyncStages {
     int warp_, lane_, index_ = 0;
 };
 
+template <bool EXACT>
 __global__ void __launch_bounds__(kPrefillWarps *kWarp, 1)
     prefill_mma(const __grid_constant__ GroupParams p, const __grid_constant__ PrefillProduct plan, const Tokens tokens) {
     dependency_trigger();
@@ -149,7 +153,7 @@ __global__ void __launch_bounds__(kPrefillWarps *kWarp, 1)
     dependency_wait();
     AsyncStages stages(job, shared + plan.ring_offset, warp, lane);
     const KernelTables tables{codebook_of(reinterpret_cast<const uint2 *>(shared), lane), p.tables->fp8};
-    multiply_items<MmaUnit, kMaxMmaTokenTile>(job, stages, tables, warp, lane);
+    multiply_items<MmaUnit, EXACT, kMaxMmaTokenTile>(job, stages, tables, warp, lane);
 }
 
 /*------   Plans   ------*/
@@ -175,17 +179,31 @@ bool has_wgmma(const GpuTraits &gpu) {
     return gpu.capability == 90 && path_of(gpu) == Path::kHopper;
 }
 
-/* Clocks of an item's stage, roughly: a set's decoding and products overlap in part, and copies take their time too. */
+/* Clocks of a set, fitted to an H200: decoding and products overlap in part. With wgmma most of it is waiting, which a
+ * third warpgroup shares; few warps of mma have more to wait for. */
+int set_cost(const PrefillProduct &plan) {
+    const int products = (plan.exact ? 28 : 20) * plan.token_tile;
+    if (!plan.wgmma) return (600 + products) * kPrefillWarps / plan.warps;
+    return plan.warps == kPrefillWarps ? 2100 + products : (2100 + products) * 6 / 5;
+}
+
+/* Clocks of an item's stage; copies take their time too. */
 int stage_cost(const PrefillProduct &plan) {
-    const int set = 600 + 24 * plan.token_tile, bytes_per_clock = 24;
-    const int busy = std::max(plan.sets * set * kPrefillWarps / plan.warps, plan.stage_bytes / bytes_per_clock);
+    constexpr int kBytesPerClock = 24;
+    const int busy = std::max(plan.sets * set_cost(plan), plan.stage_bytes / kBytesPerClock);
     return plan.stages > 1 ? busy : 2 * busy;
+}
+
+/* The warps to try. */
+std::array<int, 2> warps_to_try(const PrefillProduct &plan) {
+    if (!plan.wgmma) return {kPrefillWarps, kPrefillWarps / 2};
+    return {plan.token_tile <= kMaxManyWarpsTokenTile ? kPrefillManyWarps : kPrefillWarps, kPrefillWarps};
 }
 
 /* Lays out shared memory with as many stages as fit; false when none does. */
 bool place_stages(const GpuTraits &gpu, PrefillProduct &plan) {
     constexpr int kMaxStages = 4, kAlignment = 1024;
-    const int slots = plan.sets * plan.warps * plan.slot_bytes, tokens = plan.token_tile * kTileTokenBlocks * kTokenBytes;
+    const int slots = plan.sets * plan.warps * plan.slot_bytes, tokens = token_stage_bytes(plan);
     plan.barriers_offset = plan.codebook ? kCodebookBytes : 0;
     plan.ring_offset = plan.barriers_offset + kAlignment;
     plan.stage_bytes = static_cast<int>(align_up(tokens + slots, kAlignment));
@@ -206,6 +224,7 @@ int count_items(const GroupParams &params, int rows, const PrefillProduct &plan)
 PrefillProduct plan_launch(const GpuTraits &gpu, const GroupParams &params, bool hidden) {
     PrefillProduct base{}, best{};
     base.wgmma = has_wgmma(gpu);
+    base.exact = params.exact;
     base.hidden = hidden;
     for (int e = 0; e < params.count; e++) {
         const ExpertEntry &expert = params.experts[e];
@@ -218,9 +237,10 @@ PrefillProduct plan_launch(const GpuTraits &gpu, const GroupParams &params, bool
     for (int tile = 32; tile <= (base.wgmma ? kMaxTokenTile : kMaxMmaTokenTile); tile += 32) {
         if (tile > 32 && params.max_rows <= tile - 32) break;
         for (int sets = hidden ? 2 : 1; sets <= 2; sets++) {
-            for (int warps = kPrefillWarps; warps >= (base.wgmma ? kPrefillWarps : kPrefillWarps / 2); warps /= 2) {
-                PrefillProduct plan = base;
-                plan.token_tile = tile, plan.sets = sets, plan.warps = warps;
+            PrefillProduct plan = base;
+            plan.token_tile = tile, plan.sets = sets;
+            for (int warps : warps_to_try(plan)) {
+                plan.warps = warps;
                 if (!place_stages(gpu, plan)) continue;
                 plan.items = count_items(params, hidden ? params.H : params.D, plan);
                 plan.blocks = std::min(plan.items, gpu.multiprocessors);
@@ -236,12 +256,13 @@ PrefillProduct plan_launch(const GpuTraits &gpu, const GroupParams &params, bool
 /*------   Launches   ------*/
 
 PrefillKernel kernel_of(const PrefillProduct &plan) {
-    return plan.wgmma ? prefill_wgmma_kernel() : prefill_mma;
+    if (plan.wgmma) return prefill_wgmma_kernel(plan.exact, plan.warps);
+    return plan.exact ? prefill_mma<true> : prefill_mma<false>;
 }
 
 cudaError_t launch_product(const GroupParams &params, const PrefillProduct &plan, const Tokens &tokens,
                            cudaStream_t stream) {
-    const int threads = (plan.wgmma ? kPrefillWgmmaWarps : plan.warps) * kWarp;
+    const int threads = (plan.wgmma ? plan.warps + kPrefillFillWarps : plan.warps) * kWarp;
     return launch(kernel_of(plan), dim3(plan.blocks), threads, plan.shared_bytes, plan.wgmma, stream, params, plan, tokens);
 }
 
@@ -262,8 +283,11 @@ Tokens tokens_in(const GroupParams &params, void *workspace) {
 
 cudaError_t launch_hidden_tokens(const GroupParams &params, const PrefillPlan &plan, const Tokens &tokens,
                                  cudaStream_t stream) {
-    return launch(plan.rotates ? rotate_and_prepare : prepare_tokens<true>, dim3(plan.prepare_blocks, params.count),
-                  kPrepareThreads, 0, plan.down.wgmma, stream, params, tokens);
+    const auto prepare = plan.rotates   ? params.exact ? rotate_and_prepare<true> : rotate_and_prepare<false>
+                         : params.exact ? prepare_tokens<true, true>
+                                        : prepare_tokens<true, false>;
+    return launch(prepare, dim3(plan.prepare_blocks, params.count), kPrepareThreads, 0, plan.down.wgmma, stream, params,
+                  tokens);
 }
 
 } // namespace
@@ -297,7 +321,7 @@ PrefillPlan plan_prefill(const GpuTraits &gpu, const GroupParams &params) {
 }
 
 size_t prefill_workspace_bytes(int rows, int columns, int experts) {
-    return factors_bytes(rows, experts) + first_token(rows, experts) * token_row_bytes(columns);
+    return factors_bytes(rows, experts) + first_token(rows, experts) * token_row_bytes(columns, true);
 }
 
 cudaError_t launch_prefill_down(const GroupParams &params, const PrefillPlan &plan, void *workspace, cudaStream_t stream) {
@@ -311,8 +335,9 @@ cudaError_t launch_prefill_down(const GroupParams &params, const PrefillPlan &pl
 cudaError_t launch_prefill_group(const GroupParams &params, const PrefillPlan &plan, void *workspace, cudaStream_t stream) {
     if (plan.hidden.items == 0) return cudaSuccess;
     const Tokens tokens = tokens_in(params, workspace);
-    cudaError_t result = launch(prepare_tokens<false>, dim3(plan.prepare_blocks, params.count), kPrepareThreads, 0,
-                                plan.hidden.wgmma, stream, params, tokens);
+    cudaError_t result =
+        launch(params.exact ? prepare_tokens<false, true> : prepare_tokens<false, false>,
+               dim3(plan.prepare_blocks, params.count), kPrepareThreads, 0, plan.hidden.wgmma, stream, params, tokens);
     if (result == cudaSuccess) result = launch_product(params, plan.hidden, tokens, stream);
     return result == cudaSuccess ? launch_prefill_down(params, plan, workspace, stream) : result;
 }
@@ -322,8 +347,14 @@ cudaError_t prepare_prefill_kernels(const GpuTraits &gpu) {
         return cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     gpu.shared_bytes);
     };
-    const cudaError_t result = allow(prefill_mma);
-    return result == cudaSuccess && gpu.capability == 90 ? allow(prefill_wgmma_kernel()) : result;
+    cudaError_t result = cudaSuccess;
+    for (bool exact : {false, true}) {
+        if (result == cudaSuccess) result = allow(exact ? prefill_mma<true> : prefill_mma<false>);
+        for (int warps : {kPrefillWarps, kPrefillManyWarps}) {
+            if (result == cudaSuccess && gpu.capability == 90) result = allow(prefill_wgmma_kernel(exact, warps));
+        }
+    }
+    return result;
 }
 
 } // namespace coli

@@ -2,12 +2,14 @@
  * activations in fp16.
  *
  * Every row of activations is multiplied with the power of two that brings its largest value to 2^13 ... 2^14 and rounded
- * to fp16, with a relative error of 2^-11 at most. Of every second quad of columns what rounding takes away is multiplied
- * too, as fp16 again. Weights are exact. Relative RMS errors with random data:
+ * to fp16, with a relative error of 2^-11 at most. What rounding takes away is multiplied too, as fp16 again: of all
+ * columns where params.exact asks for it, else of every second quad. Weights are exact. Relative RMS errors with random
+ * data:
  *
  *                                of a product    of a group
  *     all columns rounded        2.1e-4          3.6e-4         x by sqrt(2), as gate and up share it, and hidden rows
  *     every second quad exact    1.5e-4          2.5e-4         as it is
+ *     exact                      below 3e-6      below 3e-6
  *
  * A group of few columns strays to 2.9e-4. The bounded activation magnifies errors where it saturates: 2.7e-4 with gates
  * and ups of 1 as RMS, 3.1e-4 with 3, 4.7e-4 with 10.
@@ -27,6 +29,7 @@ struct PrefillProduct {
     bool wgmma;     /* Hopper's matrix unit and copy engine; else mma and asynchronous copies */
     bool hidden;    /* gate and up; else down */
     bool codebook;  /* a matrix is E8 */
+    bool exact;     /* what rounding takes from activations is multiplied too, of all columns */
     int warps;      /* that multiply, of a block */
     int sets;       /* strips that a warp multiplies with the same tokens: 1 or 2 (hidden: gate's and up's) */
     int token_tile; /* tokens of an item, at most */

@@ -8,9 +8,14 @@ namespace coli {
 
 namespace {
 
-/* Two warpgroups multiply; of the third one warp fills stages, and its registers go to the others. */
-constexpr int kThreads = kPrefillWgmmaWarps * kWarp;
-constexpr int kFillRegisters = 40, kMultiplyRegisters = 232;
+/* Two or three warpgroups multiply; of the last one warp fills stages, and its registers go to the others. */
+constexpr int kFillRegisters = 40;
+COLI_FN constexpr int multiply_registers(int warps) {
+    return warps == kPrefillWarps ? 232 : 152;
+}
+COLI_FN constexpr int max_tile(int warps) {
+    return warps == kPrefillWarps ? kMaxTokenTile : kMaxManyWarpsTokenTile;
+}
 
 template <int N> class WgmmaUnit {
   public:
@@ -21,6 +26,7 @@ template <int N> class WgmmaUnit {
     __device__ __forceinline__ void multiply(float (&chunk)[N / 8][4], const uint32_t (&a)[4], int step, bool add) const {
         wgmma(chunk, a, tokens_ + (step / 4 * N * kTokenBytes + step % 4 * 32) / 16, add);
     }
+    __device__ __forceinline__ void next() const {}
     __device__ __forceinline__ void end() const { wgmma_commit(); }
     template <int GROUPS> __device__ __forceinline__ void wait() const { wgmma_wait<GROUPS>(); }
     __device__ __forceinline__ void settle(float (&chunk)[N / 8][4]) const { wgmma_settle(chunk); }
@@ -52,7 +58,8 @@ __device__ void fill_stages(const PrefillJob &job, const RingMemory &ring, int l
     }
 }
 
-__global__ void __launch_bounds__(kThreads, 1)
+template <bool EXACT, int WARPS>
+__global__ void __launch_bounds__((WARPS + kPrefillFillWarps) * kWarp, 1)
     prefill_wgmma(const __grid_constant__ GroupParams p, const __grid_constant__ PrefillProduct plan, const Tokens tokens) {
     dependency_trigger();
     uint8_t *shared = dynamic_shared();
@@ -62,21 +69,22 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (plan.codebook) spread_codebook(reinterpret_cast<uint2 *>(shared), *p.tables);
     __syncthreads();
     dependency_wait();
-    if (warp >= plan.warps) {
+    if (warp >= WARPS) {
         give_registers<kFillRegisters>();
-        if (warp == plan.warps) fill_stages(job, ring, lane);
+        if (warp == WARPS) fill_stages(job, ring, lane);
     } else {
-        take_registers<kMultiplyRegisters>();
+        take_registers<multiply_registers(WARPS)>();
         const KernelTables tables{codebook_of(reinterpret_cast<const uint2 *>(shared), lane), p.tables->fp8};
         FedRing stages(ring, lane);
-        multiply_items<WgmmaUnit, kMaxTokenTile>(job, stages, tables, warp, lane);
+        multiply_items<WgmmaUnit, EXACT, max_tile(WARPS)>(job, stages, tables, warp, lane);
     }
 }
 
 } // namespace
 
-PrefillKernel prefill_wgmma_kernel() {
-    return prefill_wgmma;
+PrefillKernel prefill_wgmma_kernel(bool exact, int warps) {
+    if (warps == kPrefillWarps) return exact ? prefill_wgmma<true, kPrefillWarps> : prefill_wgmma<false, kPrefillWarps>;
+    return exact ? prefill_wgmma<true, kPrefillManyWarps> : prefill_wgmma<false, kPrefillManyWarps>;
 }
 
 } // namespace coli

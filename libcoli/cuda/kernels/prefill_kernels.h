@@ -13,15 +13,17 @@ struct Tokens {
     float *factors; /* what products of a token are to be multiplied with */
 };
 
-constexpr int kPrefillWarps = 8;       /* that multiply, at most; two warpgroups */
-constexpr int kPrefillWgmmaWarps = 12; /* of a block, those that fill stages among them */
+constexpr int kPrefillWarps = 8; /* that multiply; with wgmma two warpgroups, and a third one that fills stages */
+/* With wgmma and small token tiles a warpgroup more, which hides more of each other's latencies. */
+constexpr int kPrefillManyWarps = 12;
+constexpr int kPrefillFillWarps = 4;
 /* Token tiles at most: there are no registers for more totals. */
 constexpr int kMaxTokenTile = 96;
-constexpr int kMaxMmaTokenTile = 32;
+constexpr int kMaxMmaTokenTile = 32, kMaxManyWarpsTokenTile = 32;
 
 using PrefillKernel = void (*)(GroupParams, PrefillProduct, Tokens);
 
-PrefillKernel prefill_wgmma_kernel();
+PrefillKernel prefill_wgmma_kernel(bool exact, int warps);
 
 } // namespace coli
 

@@ -3,7 +3,7 @@
  *
  *                          token tile (32, 64 or 96 tokens)
  *                         +-----------+
- *                         |  a stage: |  256 columns of the tokens and their losses,
+ *                         |  a stage: |  256 columns of the tokens and of their losses,
  *                         +-----------+  and those tiles of weights
  *          +-------------+
  *     w 0  | tile        |  set 0: 16 weight rows a warp (hidden: of gate)
@@ -21,6 +21,8 @@
  * time, in chunks (prefill_weights.cuh): while the matrix unit multiplies a sub-block, it decodes the next. */
 #ifndef COLI_CUDA_KERNELS_PREFILL_PRODUCT_CUH
 #define COLI_CUDA_KERNELS_PREFILL_PRODUCT_CUH
+
+#include <type_traits>
 
 #include "../ptx/copy.cuh"
 #include "../ptx/dependent.cuh"
@@ -43,11 +45,12 @@ struct PrefillJob {
         const ExpertEntry &entry = p.experts[expert];
         return !plan.hidden ? entry.down : set ? entry.up : entry.gate;
     }
+    __device__ __forceinline__ int token_blocks() const { return token_blocks_of_tile(plan.exact); }
     /* Strips of an item, one after another in a matrix. */
     __device__ __forceinline__ int item_strips() const { return plan.hidden ? plan.warps : plan.sets * plan.warps; }
     __device__ __forceinline__ ExpertTokens tokens_of(int expert) const {
         const int row = p.experts[expert].first_row - p.experts[0].first_row;
-        return expert_tokens(tokens, first_token(row, expert), p.experts[expert].rows, columns());
+        return expert_tokens(tokens, first_token(row, expert), p.experts[expert].rows, columns(), plan.exact);
     }
 };
 
@@ -114,14 +117,15 @@ class StageWalk {
         tile_ = 0;
         items_.next();
     }
-    __device__ __forceinline__ int pieces() const { return kTileTokenBlocks + job_.plan.sets * job_.plan.warps; }
+    __device__ __forceinline__ int pieces() const { return job_.token_blocks() + job_.plan.sets * job_.plan.warps; }
     __device__ __forceinline__ StagePiece piece(int i) const {
-        return i < kTileTokenBlocks ? token_piece(i) : weight_piece(i - kTileTokenBlocks);
+        const int blocks = job_.token_blocks();
+        return i < blocks ? token_piece(i) : weight_piece(i - blocks);
     }
     __device__ __forceinline__ int bytes() const {
         int tiles = 0;
         for (int set = 0; set < job_.plan.sets; set++) tiles += job_.matrix(items_.item().expert, set).tile_bytes;
-        return kTileTokenBlocks * token_bytes() + job_.plan.warps * tiles;
+        return job_.token_blocks() * token_bytes() + job_.plan.warps * tiles;
     }
 
   private:
@@ -129,8 +133,8 @@ class StageWalk {
     __device__ __forceinline__ StagePiece token_piece(int block) const {
         const PrefillItem &item = items_.item();
         const ExpertTokens tokens = job_.tokens_of(item.expert);
-        return {tokens.row(kTileTokenBlocks * tile_ + block, item.first_token), block * item.width(job_.plan) * kTokenBytes,
-                token_bytes(), false};
+        return {tokens.row(job_.token_blocks() * tile_ + block, item.first_token),
+                block * item.width(job_.plan) * kTokenBytes, token_bytes(), false};
     }
     /* Strips that do not exist repeat the last one; nobody stores what they give. */
     __device__ __forceinline__ StagePiece weight_piece(int slot) const {
@@ -138,7 +142,7 @@ class StageWalk {
         const MatrixView &matrix = job_.matrix(item.expert, slot / job_.plan.warps);
         const int strip = min(item.strip(job_, slot / job_.plan.warps, slot % job_.plan.warps), strips_ - 1);
         return {matrix.weights + (static_cast<size_t>(strip) * tiles_ + tile_) * matrix.tile_bytes,
-                job_.plan.token_tile * kTileTokenBlocks * kTokenBytes + slot * job_.plan.slot_bytes, matrix.tile_bytes,
+                token_stage_bytes(job_.plan) + slot * job_.plan.slot_bytes, matrix.tile_bytes,
                 job_.p.experts[item.expert].rows <= job_.plan.token_tile};
     }
 
@@ -161,7 +165,7 @@ struct TileInputs {
  * together. Losses come right behind the values, for which the weights are there. */
 
 /* totals += tile times tokens, N of them. */
-template <class Unit, class Operand, int N>
+template <class Unit, bool EXACT, class Operand, int N>
 __device__ __forceinline__ void multiply_tile(const TileInputs &in, float (&totals)[N / 8][4]) {
     constexpr int kChunkSteps = 2 * Operand::kChunk, kHalfSteps = kTileSteps / 2;
     constexpr int kSteps = kChunkSteps < Unit::kMaxGroupSteps ? kChunkSteps : Unit::kMaxGroupSteps;
@@ -188,7 +192,9 @@ __device__ __forceinline__ void multiply_tile(const TileInputs &in, float (&tota
             const int step = first + i;
             const uint32_t (&operand)[4] = a[first / kSteps % 2][i];
             unit.multiply(chunk, operand, step, step % kChunkSteps != 0);
-            if (has_losses(step)) unit.multiply(chunk, operand, loss_step(step), true);
+            if (!Losses<EXACT>::of(step)) continue;
+            unit.next();
+            unit.multiply(chunk, operand, Losses<EXACT>::step(step), true);
         }
         unit.end();
         const bool chunk_ends = next % kChunkSteps == 0;
@@ -232,6 +238,13 @@ struct FastSitu {
     __device__ __forceinline__ float operator()(float gate, float up) const {
         return b1 * fast_tanh(gate * inverse1) * fast_sigmoid(gate) * (b2 * fast_tanh(up * inverse2));
     }
+};
+
+/* As activate. */
+template <Activation::Kind KIND> struct ExactActivation {
+    Activation activation;
+    __device__ explicit ExactActivation(const Activation &of_group) : activation(of_group) { activation.kind = KIND; }
+    __device__ __forceinline__ float operator()(float gate, float up) const { return activate(activation, gate, up); }
 };
 
 /* Where results of an item go: [token][row]. */
@@ -280,7 +293,7 @@ __device__ __forceinline__ void store_hidden(const PrefillJob &job, const Prefil
     });
 }
 
-template <int N>
+template <bool EXACT, int N>
 __device__ __forceinline__ void store_item(const PrefillJob &job, const PrefillItem &item, int warp, int lane,
                                            const float (&totals)[2][N / 8][4]) {
     const ExpertEntry &expert = job.p.experts[item.expert];
@@ -292,10 +305,12 @@ __device__ __forceinline__ void store_item(const PrefillJob &job, const PrefillI
 #pragma unroll
     for (int i = 0; i < N / 4; i++) factors[i] = __ldg(token_factors + min(results.token(i), item.tokens - 1));
     if (job.plan.hidden) {
+        using Silu = std::conditional_t<EXACT, ExactActivation<Activation::kSilu>, FastSilu>;
+        using Situ = std::conditional_t<EXACT, ExactActivation<Activation::kSitu>, FastSitu>;
         if (job.p.activation.kind == Activation::kSilu)
-            store_hidden<FastSilu, N>(job, item, warp, results, factors, totals);
+            store_hidden<Silu, N>(job, item, warp, results, factors, totals);
         else
-            store_hidden<FastSitu, N>(job, item, warp, results, factors, totals);
+            store_hidden<Situ, N>(job, item, warp, results, factors, totals);
         return;
     }
 #pragma unroll
@@ -308,13 +323,13 @@ __device__ __forceinline__ void store_item(const PrefillJob &job, const PrefillI
     }
 }
 
-template <template <int> class Unit, int N, class Pipe>
+template <template <int> class Unit, bool EXACT, int N, class Pipe>
 __device__ __forceinline__ void multiply_item(const PrefillJob &job, const PrefillItem &item, Pipe &pipe,
                                               const KernelTables &tables, int warp, int lane) {
     float totals[2][N / 8][4] = {};
     const MatrixView &first = job.matrix(item.expert, 0), &second = job.matrix(item.expert, 1);
     const int tiles = tile_count(job.columns()), sets = job.plan.sets;
-    const int slots = job.plan.token_tile * kTileTokenBlocks * kTokenBytes + warp * job.plan.slot_bytes;
+    const int slots = token_stage_bytes(job.plan) + warp * job.plan.slot_bytes;
     const int second_slot = job.plan.warps * job.plan.slot_bytes;
     const auto multiply_stages = [&](auto multiply_first, auto multiply_second) {
 #pragma unroll 1
@@ -328,31 +343,32 @@ __device__ __forceinline__ void multiply_item(const PrefillJob &job, const Prefi
     if (first.kind == second.kind) { /* the usual case saves a branch for every tile */
         with_operand(first.kind, [&](auto operand) {
             using Operand = decltype(operand);
-            multiply_stages([&](const TileInputs &in) { multiply_tile<Unit<N>, Operand, N>(in, totals[0]); },
-                            [&](const TileInputs &in) { multiply_tile<Unit<N>, Operand, N>(in, totals[1]); });
+            multiply_stages([&](const TileInputs &in) { multiply_tile<Unit<N>, EXACT, Operand, N>(in, totals[0]); },
+                            [&](const TileInputs &in) { multiply_tile<Unit<N>, EXACT, Operand, N>(in, totals[1]); });
         });
     } else {
         const auto multiply_any = [](const TileInputs &in, float (&sums)[N / 8][4]) {
-            with_operand(in.matrix.kind, [&](auto operand) { multiply_tile<Unit<N>, decltype(operand), N>(in, sums); });
+            with_operand(in.matrix.kind,
+                         [&](auto operand) { multiply_tile<Unit<N>, EXACT, decltype(operand), N>(in, sums); });
         };
         multiply_stages([&](const TileInputs &in) { multiply_any(in, totals[0]); },
                         [&](const TileInputs &in) { multiply_any(in, totals[1]); });
     }
-    store_item<N>(job, item, warp, lane, totals);
+    store_item<EXACT, N>(job, item, warp, lane, totals);
 }
 
 /* All items of the block, by a warp that multiplies. Token tiles are 32, MAX_TILE, and 64 if that is between them. */
-template <template <int> class Unit, int MAX_TILE, class Pipe>
+template <template <int> class Unit, bool EXACT, int MAX_TILE, class Pipe>
 __device__ __forceinline__ void multiply_items(const PrefillJob &job, Pipe &pipe, const KernelTables &tables, int warp,
                                                int lane) {
     for (ItemWalk items(job); !items.done(); items.next()) {
         const PrefillItem &item = items.item();
-        if (item.tokens <= 32)
-            multiply_item<Unit, 32>(job, item, pipe, tables, warp, lane);
+        if (MAX_TILE == 32 || item.tokens <= 32)
+            multiply_item<Unit, EXACT, 32>(job, item, pipe, tables, warp, lane);
         else if (MAX_TILE > 64 && item.tokens <= 64)
-            multiply_item<Unit, 64>(job, item, pipe, tables, warp, lane);
+            multiply_item<Unit, EXACT, 64>(job, item, pipe, tables, warp, lane);
         else
-            multiply_item<Unit, MAX_TILE>(job, item, pipe, tables, warp, lane);
+            multiply_item<Unit, EXACT, MAX_TILE>(job, item, pipe, tables, warp, lane);
     }
 }
 

@@ -14,8 +14,8 @@
  *       ...
  *
  * Any run of tokens from a multiple of 8 on is one piece of memory in every block. Columns go up to a whole tile of
- * weights; those beyond the row are zero. A tile has six blocks: four of 64 columns each, then two of what rounding took
- * from the columns with h = 0 below, 128 columns each.
+ * weights; those beyond the row are zero. A tile has four blocks of 64 columns each, then blocks of what rounding took from
+ * them (Losses): four of them, or two with the losses of the columns with h = 0 below, of 128 columns each.
  *
  * The order of columns is that in which Half::codes (tiles.cuh) gives weights: of a sub-block of 32 columns, piece 2 h + q
  * has the pairs of columns 8 t + 4 h + 2 q, + 1 for t = 0..3. Pieces 2 h and 2 h + 1 are what one product takes, a step. */
@@ -30,21 +30,26 @@ namespace coli {
 constexpr int kTokenBytes = 128;
 constexpr int kTokenColumns = 64;
 constexpr int kTokenGroup = 8; /* rows that places go round in */
-constexpr int kTileValueBlocks = kTileColumns / kTokenColumns, kTileLossBlocks = kTileValueBlocks / 2;
-constexpr int kTileTokenBlocks = kTileValueBlocks + kTileLossBlocks;
+constexpr int kTileValueBlocks = kTileColumns / kTokenColumns;
 /* Steps of a tile, of 16 columns; step 2 b + h. */
 constexpr int kTileSteps = kTileColumns / 16;
 
-/* Where a step's losses are, if it has any, counted in steps as its values are. */
-COLI_FN constexpr bool has_losses(int step) {
-    return step % 2 == 0;
-}
-COLI_FN constexpr int loss_step(int step) {
-    return kTileSteps + step / 2;
+/* Which steps have losses, EXACT all of them, and where they are, counted in steps as the values are. */
+template <bool EXACT> struct Losses {
+    static __device__ constexpr bool of(int step) { return EXACT || step % 2 == 0; }
+    static __device__ constexpr int step(int values) { return kTileSteps + (EXACT ? values : values / 2); }
+};
+COLI_FN constexpr int token_blocks_of_tile(bool exact) {
+    return exact ? 2 * kTileValueBlocks : kTileValueBlocks + kTileValueBlocks / 2;
 }
 
-COLI_FN size_t token_row_bytes(int columns) {
-    return static_cast<size_t>(tile_count(columns)) * kTileTokenBlocks * kTokenBytes;
+COLI_FN size_t token_row_bytes(int columns, bool exact) {
+    return static_cast<size_t>(tile_count(columns)) * token_blocks_of_tile(exact) * kTokenBytes;
+}
+
+/* Bytes of a stage's tokens. */
+COLI_FN int token_stage_bytes(const PrefillProduct &plan) {
+    return plan.token_tile * token_blocks_of_tile(plan.exact) * kTokenBytes;
 }
 
 COLI_FN int pad_tokens(int rows) {
@@ -68,8 +73,8 @@ struct ExpertTokens {
     }
 };
 
-__device__ __forceinline__ ExpertTokens expert_tokens(const Tokens &tokens, int first, int rows, int columns) {
-    return {tokens.halves + first * token_row_bytes(columns), tokens.factors + first, pad_tokens(rows)};
+__device__ __forceinline__ ExpertTokens expert_tokens(const Tokens &tokens, int first, int rows, int columns, bool exact) {
+    return {tokens.halves + first * token_row_bytes(columns, exact), tokens.factors + first, pad_tokens(rows)};
 }
 
 /*------   Preparing a row   ------*/
@@ -87,13 +92,14 @@ __device__ __forceinline__ uint32_t lost_pair(float first, float second, uint32_
 }
 
 /* Where a thread writes its quads of a token: one of the 64 quads of every tile that it takes part in. */
-class QuadWriter {
+template <bool EXACT> class QuadWriter {
   public:
     __device__ __forceinline__ QuadWriter(const ExpertTokens &tokens, int token)
-        : tile_pitch_(static_cast<size_t>(kTileTokenBlocks) * tokens.padded * kTokenBytes), odd_(threadIdx.x / 2 % 2) {
+        : tile_pitch_(static_cast<size_t>(token_blocks_of_tile(EXACT)) * tokens.padded * kTokenBytes),
+          odd_(threadIdx.x / 2 % 2) {
         const int quad = threadIdx.x % kTileQuads, step = quad / 8 * 2 + quad % 2;
         values_ = place(tokens, token, step);
-        losses_ = has_losses(step) ? place(tokens, token, loss_step(step)) : nullptr;
+        losses_ = Losses<EXACT>::of(step) ? place(tokens, token, Losses<EXACT>::step(step)) : nullptr;
     }
     /* The quad of a tile, already scaled; all threads of a warp at once. */
     __device__ __forceinline__ void store(int tile, float4 v) const {
@@ -141,7 +147,7 @@ __device__ __forceinline__ float largest_of_block(float largest, float *of_warps
 
 /* All kPrepareThreads of a block turn a row, in global or shared memory, into token `token`. Each thread reads HELD quads
  * once, into registers, and those of longer rows again. `of_warps` as above, and a barrier before the next row. */
-template <int HELD>
+template <int HELD, bool EXACT>
 __device__ inline void prepare_token(const float *row, int columns, const ExpertTokens &tokens, int token,
                                      float *of_warps) {
     constexpr int kTilesAtOnce = kPrepareThreads / kTileQuads;
@@ -163,7 +169,7 @@ __device__ inline void prepare_token(const float *row, int columns, const Expert
     const int exponent = max(static_cast<int>(coli_f32_to_bits(largest) >> 23) - 127, -100);
     const float factor = power_of_two(13 - exponent);
     if (threadIdx.x == 0) tokens.factors[token] = power_of_two(exponent - 13);
-    const QuadWriter writer(tokens, token);
+    const QuadWriter<EXACT> writer(tokens, token);
 #pragma unroll
     for (int j = 0; j < HELD; j++) {
         const int tile = first + kTilesAtOnce * j;

@@ -3,7 +3,7 @@
  * Formats differ here and nowhere else in the kernels. A struct below holds a lane's share of half a tile in registers:
  * rows g and g + 8 (lane = 4 g + t), of each of four sub-blocks b of 32 columns the 8 columns 32 b + 8 t ... It gives
  *
- *     load(tile, half, lane, place)   the lane's bytes, from shared memory; of a tile, half 0 before half 1
+ *     load(tile, half, lane, place)   the lane's bytes, from shared memory
  *     codes(b, h, tables, a)          16 weights' codes without their scales, exact in fp16: a[r + 2 q] is the pair of
  * columns 8 t + 4 h + 2 q, + 1 of row g + 8 r. Four lanes' a[] are the A fragment of mma.m16n8k16 when its k index runs
  * over the columns in that order. scales<MMA>(b, lane, s)         s[i][r]: scale of sub-block b + i (b even), row g + 8 r
@@ -82,13 +82,16 @@ struct E8Half {
     int half;
 
     __device__ __forceinline__ void load(const uint8_t *tile, int half_, int lane, const TilePlace &) {
-        const uint4 quads = lane_piece(tile, half_, lane);
-        indices[0] = quads.x, indices[1] = quads.y, indices[2] = quads.z, indices[3] = quads.w;
-        half = half_;
-        if (half) return; /* what follows is of the whole tile */
+        load_indices(tile, half_, lane);
         const uint4 signs = lane_piece(tile, 2, lane);
         patterns[0] = signs.x, patterns[1] = signs.y, patterns[2] = signs.z, patterns[3] = signs.w;
         superscales = *reinterpret_cast<const uint32_t *>(tile + 1536 + 4 * (lane / 4));
+    }
+    /* All that is the half's own: enough where the other one was loaded before. */
+    __device__ __forceinline__ void load_indices(const uint8_t *tile, int half_, int lane) {
+        const uint4 quads = lane_piece(tile, half_, lane);
+        indices[0] = quads.x, indices[1] = quads.y, indices[2] = quads.z, indices[3] = quads.w;
+        half = half_;
     }
 
     /* The signs of sub-block b, row g + 8 r, columns 4 h ... + 3 of the unit, in the sign bits of the four bytes. */

@@ -131,8 +131,8 @@ COLI_API int coli_cuda_shared_mlp_w4a16(ColiCudaTensor *gate, ColiCudaTensor *up
  * order. 1 to COLI_CUDA_MAX_EXPERTS experts, at least one row each. */
 COLI_API int coli_cuda_expert_group(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups, ColiCudaTensor *const *downs,
                                     const int *rows, int count, float *y, const float *x);
-/* The same; a non-zero `pin_small_batch` forces kernels whose results do not depend on the number of rows, as
- * coli_cuda_require_exact does for all calls. */
+/* The same; a non-zero `pin_small_batch` forces kernels whose results do not depend on the number of rows, also beyond 16
+ * rows, where they are slower. */
 COLI_API int coli_cuda_expert_group_pinned(ColiCudaTensor *const *gates, ColiCudaTensor *const *ups,
                                            ColiCudaTensor *const *downs, const int *rows, int count, float *y,
                                            const float *x, int pin_small_batch);
@@ -244,9 +244,10 @@ COLI_API size_t coli_cuda_plan_text(int device, int capability, const int *forma
 /* Limits what plans may use, for tests: "hopper" (the default: everything the GPU has), "ampere" (tensor cores, no copy
  * engine), "plain" (neither). Process-wide; not to be called while other threads use the library. */
 COLI_API int coli_cuda_limit_path(const char *path);
-/* exact = 1 (the default): experts of more than 16 rows are computed as those of fewer are, with a relative error of 3e-6
- * at most; 0: on matrix units with activations rounded to fp16, with 3e-4 at most, and several times as fast.
- * Process-wide; not to be called while other threads use the library. coli_cuda_matmul_dev is always exact. */
+/* exact = 1 (the default): a relative error of 3e-6 at most, however many rows an expert has; 0: experts of more than 16
+ * rows have activations rounded to fp16, with 3e-4 at most, and are faster. A row of up to 16 has the same bits whatever
+ * the others are. Process-wide; not to be called while other threads use the library. coli_cuda_matmul_dev is always exact.
+ */
 COLI_API void coli_cuda_require_exact(int exact);
 /* Ceilings of memory to compare with: a kernel that reads `bytes` at a_dev (kind 0) or copies them to b_dev (kind 1). Both
  * are aligned to 16 bytes, and so is `bytes`. */
