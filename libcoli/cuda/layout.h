@@ -23,9 +23,10 @@
  * What a lane has lies in 16-byte pieces: piece c of a lane starts at byte 512 c + 16 lane of the tile, so a warp loads
  * piece c of all lanes at once. The pieces of a lane, as four little-endian words each:
  *
- *   INT4, MXFP4, INT4_GROUPED   piece c = 0..3: { row g, row g+8 } of b = 2c, { row g, row g+8 } of b = 2c + 1.
+ *   INT4, INT4_GROUPED          piece c = 0..3: { row g, row g+8 } of b = 2c, { row g, row g+8 } of b = 2c + 1.
  *                               A word: byte k = 0..3 has column k of the unit in its low nibble, column 4 + k in the
  *                               high one.
+ *   MXFP4                       the same pieces. A word: nibble j = 0..7 has column j of the unit, as uploaded.
  *   INT2                        piece c = 0, 1: b = 4c ... 4c + 3. A word: byte k has, two bits each, columns k and 4 + k
  *                               of row g, columns k and 4 + k of row g+8.
  *   INT8, FP8_B128              piece b = 0..7: row g columns 0-3, columns 4-7, row g+8 columns 0-3, columns 4-7.
@@ -172,6 +173,7 @@ COLI_FN bool multiplies_bytes(const MatrixView &matrix) {
     case TileKind::kInt4Groups32:
     case TileKind::kInt4Groups:
     case TileKind::kInt2:
+    case TileKind::kMxfp4:
         return true;
     default:
         return false;

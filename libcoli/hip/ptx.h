@@ -24,6 +24,9 @@ __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t select
 __device__ __forceinline__ uint32_t shift_left_alu(uint32_t x, int bits) {
     return x << bits;
 }
+__device__ __forceinline__ uint32_t register_constant(uint32_t value) {
+    return value;
+}
 __device__ __forceinline__ uint32_t rotl(uint32_t x, uint32_t bits) {
     return x << (bits & 31u) | x >> (-bits & 31u);
 }

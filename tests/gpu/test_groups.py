@@ -54,8 +54,8 @@ def test_the_most_experts(gpu, rng):
 
 
 def test_an_expert_gives_the_same_bits_alone_and_in_a_group(gpu, rng):
-    rows = [1, 3, 2, 16]
-    formats = [("e8",) * 3, ("int4",) * 3, ("int8", "int8", "e8"), ("e8",) * 3]
+    rows = [1, 3, 2, 16, 5]
+    formats = [("e8",) * 3, ("int4",) * 3, ("int8", "int8", "e8"), ("e8",) * 3, ("mxfp4", "int4", "mxfp4")]
     _, tensors, x = make_group(gpu, rng, formats, rows)
     together = gpu.group(tensors, rows, x)
     assert np.array_equal(gpu.group(tensors, rows, x), together)

@@ -215,6 +215,55 @@ def test_every_mxfp4_scale_and_nibble(gpu):
     assert not np.isfinite(seen[255]).any()
 
 
+def test_every_mxfp4_nibble_in_every_column(gpu):
+    row, column = np.indices((32, 256))
+    nibbles = (row + column + column // 16 * 5) % 16
+    data = (nibbles[:, ::2] | nibbles[:, 1::2] << 4).astype(np.uint8)
+    scales = (120 + np.arange(32 * 8) % 13).astype(np.uint8)
+    matrix = oracle.Encoded("mxfp4", (32, 256), data.ravel(), scales.reshape(32, 8))
+    assert np.array_equal(columns_of(gpu, matrix), matrix.decode(np.float32))
+
+
+def integer_of_limbs(first, second, third):
+    """An activation between 1 and 2 in magnitude that is cut into these signed bytes (kernels/limbs.cuh)."""
+    return (first + 256 * second + 65536 * third) / 2**22
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums_of_mxfp4(gpu, sign, rows):
+    """They stay in the mantissa of a float until they are scaled."""
+    data = np.full(8 * 512 // 2, 0x77 if sign > 0 else 0xFF, np.uint8)
+    matrix = oracle.Encoded("mxfp4", (8, 512), data, np.full((8, 16), 127, np.uint8))
+    for limbs in ((-128, -128, -126), (127, 127, 126)):
+        x = np.full((rows, 512), integer_of_limbs(*limbs), np.float32)
+        check_matmul(gpu, matrix, x)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_the_smallest_and_largest_mxfp4_scales(gpu, rng, rows):
+    """Sums are as accurate with scales at the ends of float32, of rows that have one scale and of rows with another."""
+    scales = np.array([1, 2, 23, 127, 240, 246, 0, 255], np.uint8)
+    data = oracle.random_bytes(rng, "mxfp4", (len(scales), 600)).data
+    matrix = oracle.Encoded("mxfp4", (len(scales), 600), data, np.repeat(scales[:, None], 19, axis=1))
+    x = gaussian(rng, rows, 600)
+    y = gpu.matmul(gpu.upload(matrix), x, matrix)
+    assert not y[:, 6].any()
+    assert not np.isfinite(y[:, 7]).any()
+    matrix = oracle.Encoded("mxfp4", matrix.shape, data, np.minimum(matrix.scales, 254))
+    expected = x.astype(np.float64) @ matrix.decode().T
+    for i in range(6):
+        assert oracle.relative_rms(y[:, i], expected[:, i]) <= EXACT, f"scale {scales[i]}"
+
+
+def test_an_mxfp4_scale_that_is_not_finite_stays_in_its_row(gpu, rng):
+    matrix = oracle.random_encoded(rng, "mxfp4", (40, 300))
+    matrix.scales[21, 5] = 255
+    y = gpu.matmul(gpu.upload(matrix), gaussian(rng, 2, 300), matrix)
+    assert np.isfinite(y).all(axis=0).tolist() == [row != 21 for row in range(40)]
+    assert not np.isfinite(y[:, 21]).any()
+
+
 def test_every_integer_code(gpu):
     for fmt, codes in (("int8", 256), ("int4", 16), ("int2", 4), ("int4-g5", 16)):
         columns = codes * 2

@@ -54,6 +54,7 @@ struct RawRow {
 struct LaneRows {
     RawRow row[2];
     int t;
+    bool zipped; /* whether nibbles do not stay in their order */
 };
 
 /*------   Words of a piece   ------*/
@@ -78,15 +79,16 @@ template <int BITS> __device__ __forceinline__ uint32_t zip(uint32_t word) {
 }
 
 /* Which uploaded bytes are word k of a lane's piece c: one struct for each way of arranging them, read by both directions.
- * A unit is 4 bytes of INT4, MXFP4, INT4_GROUPED; */
+ * A unit is 4 bytes of INT4, INT4_GROUPED, MXFP4; */
 struct NibbleUnits {
     static constexpr int kPieces = 4;
     static __device__ size_t offset(int c, int k, int t) { return 16 * (2 * c + (k >> 1)) + 4 * t; }
     static __device__ uint32_t load(const LaneRows &rows, int c, int k) {
-        return zip<4>(rows.row[k & 1].load32(offset(c, k, rows.t)));
+        const uint32_t word = rows.row[k & 1].load32(offset(c, k, rows.t));
+        return rows.zipped ? zip<4>(word) : word;
     }
     static __device__ void store(const LaneRows &rows, int c, int k, uint32_t word) {
-        rows.row[k & 1].store32(offset(c, k, rows.t), unzip<4>(word));
+        rows.row[k & 1].store32(offset(c, k, rows.t), rows.zipped ? unzip<4>(word) : word);
     }
 };
 
@@ -317,6 +319,7 @@ template <class Units, bool PACK> __global__ void __launch_bounds__(kPackThreads
     const size_t left = k_in_range * coli_geometry_row_bytes(p.format, kTileColumns);
     LaneRows rows;
     rows.t = lane & 3;
+    rows.zipped = p.format != COLI_MXFP4;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int row = strip * kStripRows + (lane >> 2) + 8 * half;

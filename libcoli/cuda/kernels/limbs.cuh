@@ -93,6 +93,14 @@ template <int ROWS> struct LimbColumns {
 template <class Half, class = void> struct HasIntegerScales : std::false_type {};
 template <class Half> struct HasIntegerScales<Half, std::void_t<decltype(&Half::integer_scales)>> : std::true_type {};
 
+/* How its sums become floats. */
+template <class Half, class = void> struct ByteSumsOf {
+    using Type = ConvertedSums;
+};
+template <class Half> struct ByteSumsOf<Half, std::void_t<typename Half::ByteSums>> {
+    using Type = typename Half::ByteSums;
+};
+
 /* Where this lane finds the columns that it shows to an mma, for all tiles of columns. */
 template <int ROWS> struct LimbFragments {
     const uint8_t *parts;
@@ -112,8 +120,20 @@ template <int ROWS> struct LimbFragments {
 /* Integer sums of a stretch of sub-blocks: [tile][columns][accumulators of an mma]. */
 template <int AT_ONCE, int TILES> using IntegerSums = int[AT_ONCE][TILES][4];
 
-/* sums of tiles first ... += scale(m, r) * c, and c = 0. */
-template <int AT_ONCE, int TILES, int USED, class Scale>
+template <class ByteSums, int AT_ONCE, int TILES>
+__device__ __forceinline__ void start_sums(IntegerSums<AT_ONCE, TILES> &c) {
+#pragma unroll
+    for (int m = 0; m < AT_ONCE; m++) {
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) c[m][n][i] = ByteSums::kStart;
+        }
+    }
+}
+
+/* sums of tiles first ... += scale(m, r) * c, and c starts anew. */
+template <class ByteSums, int AT_ONCE, int TILES, int USED, class Scale>
 __device__ __forceinline__ void flush_sums(IntegerSums<AT_ONCE, TILES> &c, int first, Scale scale,
                                            float (&sums)[2][2][TILES][2]) {
 #pragma unroll
@@ -124,14 +144,13 @@ __device__ __forceinline__ void flush_sums(IntegerSums<AT_ONCE, TILES> &c, int f
             for (int n = 0; n < TILES; n++) {
 #pragma unroll
                 for (int i = 0; i < USED; i++) {
-                    int &sum = c[m][n][2 * r + i];
                     float &total = sums[first + m][r][n][i];
-                    total = fmaf(scale(m, r), static_cast<float>(sum), total);
-                    sum = 0;
+                    total = fmaf(scale(m, r), ByteSums::value(c[m][n][2 * r + i]), total);
                 }
             }
         }
     }
+    start_sums<ByteSums, AT_ONCE, TILES>(c);
 }
 
 /* multiply_bytes for AT_ONCE of the two tiles, from `first` on. */
@@ -142,7 +161,9 @@ __device__ __forceinline__ void multiply_some_bytes(const TileSlots &slots, cons
     constexpr int kTiles = LimbColumns<ROWS>::kTiles, kUsed = ROWS == 1 ? 1 : 2, kSpan = Half::kSubblocksPerScale;
     constexpr bool kIntegerScales = HasIntegerScales<Half>::value;
     [[maybe_unused]] constexpr int kHalvesUnrolled = ROLLED ? 1 : 2;
-    IntegerSums<AT_ONCE, kTiles> total = {};
+    using ByteSums = typename ByteSumsOf<Half>::Type;
+    IntegerSums<AT_ONCE, kTiles> total;
+    start_sums<ByteSums, AT_ONCE, kTiles>(total);
     float super_scales[AT_ONCE][2];
     Half halves[AT_ONCE];
 #pragma unroll kHalvesUnrolled
@@ -189,8 +210,8 @@ __device__ __forceinline__ void multiply_some_bytes(const TileSlots &slots, cons
             }
             if constexpr (!kIntegerScales && kSpan > 0) {
                 if ((b + 1) % kSpan) continue;
-                flush_sums<AT_ONCE, kTiles, kUsed>(
-                    total, first, [&](int m, int r) { return halves[m].group_scales[b / kSpan][r]; }, sums);
+                flush_sums<ByteSums, AT_ONCE, kTiles, kUsed>(
+                    total, first, [&](int m, int r) { return halves[m].group_scale(b / kSpan, r); }, sums);
             }
         }
 #pragma unroll
@@ -199,7 +220,7 @@ __device__ __forceinline__ void multiply_some_bytes(const TileSlots &slots, cons
         }
     }
     if constexpr (kIntegerScales || kSpan == 0)
-        flush_sums<AT_ONCE, kTiles, kUsed>(total, first, [&](int m, int r) { return super_scales[m][r]; }, sums);
+        flush_sums<ByteSums, AT_ONCE, kTiles, kUsed>(total, first, [&](int m, int r) { return super_scales[m][r]; }, sums);
 }
 
 /* sums[m][r][n][i] += tile m, row g + 8 r, times column 2 t + i of tile n of the limbs, over 256 columns. Sums stay

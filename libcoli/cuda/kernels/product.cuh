@@ -329,7 +329,7 @@ template <class Path, int ROWS> struct HalfScheme {
     static __device__ __forceinline__ float value(const Sums &sums, int m, int r, int k, int) { return sums.of[m][r][k]; }
 };
 
-/* Activations as three signed bytes, formats of small integers (multiplies_bytes). */
+/* Activations as three signed bytes, formats whose weights are bytes (multiplies_bytes). */
 template <int ROWS, bool ROLLED> struct LimbScheme {
     using Planes = LimbPlanes;
     using Columns = LimbColumns<ROWS>;
@@ -361,6 +361,8 @@ template <int ROWS, bool ROLLED> struct LimbScheme {
             return multiply_units<LimbScheme, Int4GroupedHalf<2>>(args...);
         case TileKind::kInt2:
             return multiply_units<LimbScheme, Int2Half>(args...);
+        case TileKind::kMxfp4:
+            return multiply_units<LimbScheme, Mxfp4Half>(args...);
         default:
             return multiply_units<LimbScheme, E8Half>(args...);
         }

@@ -8,6 +8,7 @@
 
 #include "../../formats/signs.h"
 #include "../plan.h"
+#include "../ptx/bits.cuh"
 
 namespace coli {
 
@@ -119,7 +120,8 @@ __device__ inline void rotate_piece(const float *x, float *y, const RotationPiec
 /* Copies the table of signs as far as rotations of `dim` columns look into it, at most dim / 4 + 1 bytes. */
 template <class Team> __device__ inline void load_signs(const Team &team, int dim, const uint8_t *table, uint8_t *signs) {
     const int bytes = dim / 4 + 1;
-    for (int i = threadIdx.x; i < bytes; i += team.count) signs[i] = table[i];
+    /* kept: the compiler would count the rounds ahead, long before, where registers are short */
+    for (int i = keep(threadIdx.x); i < bytes; i += team.count) signs[i] = table[i];
 }
 
 /* Whole rows in shared memory, of blocks of at most kRotationPiece elements, in place; a barrier before and after. */

@@ -10,11 +10,12 @@
  *     half_scale(r)                   a factor of row g + 8 r that all of them lack
  *     kUnit                           a constant factor that everything lacks
  *
- * and formats of small integers
+ * and formats whose weights are small integers times a scale
  *
  *     bytes(b, tables, a)             the same codes as signed bytes times a constant: a[r + 2 h] is the four columns
  *                                     8 t + 4 h ... of row g + 8 r, the A fragment of mma.m16n8k32
  *     kByteUnit                       in place of kUnit
+ *     group_scale(k, r)               in place of scales, with bytes: of group k of kSubblocksPerScale sub-blocks
  *
  * A weight is code * scale * half scale * unit. kSubblocksPerScale tells how many sub-blocks share a scale, so that
  * products apply it once for all of them; 0 where there is none within the tile (a row scale is the caller's business). */
@@ -50,6 +51,20 @@ constexpr int kHalfSubblocks = kSubblocks / 2;
 __device__ __forceinline__ uint4 lane_piece(const uint8_t *tile, int c, int lane) {
     return *reinterpret_cast<const uint4 *>(tile + 512 * c + 16 * lane);
 }
+
+/* How exact sums of bytes become floats: a conversion, or */
+struct ConvertedSums {
+    static constexpr int kStart = 0;
+    static __device__ __forceinline__ float value(int sum) { return static_cast<float>(sum); }
+};
+/* for sums of less than 2^22, counting on from the bits of 0.75, in the mantissa of a float whose step is 2^-24. That takes
+ * a subtraction, of which a GPU does twice as many; and with sums of less than 1 no scale of a format overflows a product
+ * whose result is finite. A format that wants this says `using ByteSums = MantissaSums`. */
+struct MantissaSums {
+    static constexpr int kStart = 0x3f400000;
+    static constexpr float kUnit = 0x1p24f;
+    static __device__ __forceinline__ float value(int sum) { return coli_bits_to_f32(static_cast<uint32_t>(sum)) - 0.75f; }
+};
 
 /* Formats without scales inside the tile. */
 struct NoTileScales {
@@ -150,7 +165,7 @@ struct E8Half {
     }
 };
 
-/* Words of nibbles, as int4 and mxfp4 have them: word 2 b + r for sub-block b, row g + 8 r. */
+/* Words of nibbles: word 2 b + r for sub-block b, row g + 8 r. */
 struct NibbleHalf {
     uint32_t words[2 * kHalfSubblocks];
 
@@ -211,12 +226,15 @@ template <int SPAN> struct Int4GroupedHalf : Int4Codes {
             for (int r = 0; r < 2; r++) s[i][r] = group_scales[(b + i) / SPAN][r];
         }
     }
+    __device__ __forceinline__ float group_scale(int k, int r) const { return group_scales[k][r]; }
     __device__ __forceinline__ float half_scale(int) const { return 1.0f; }
 };
 
 struct Mxfp4Half : NibbleHalf {
     static constexpr int kSubblocksPerScale = 1;
     static constexpr float kUnit = 0x1p14f;
+    static constexpr float kByteUnit = 0x1p-2f * MantissaSums::kUnit;
+    using ByteSums = MantissaSums;
     uint32_t exponents[2]; /* of rows g and g + 8, a byte for each sub-block */
 
     __device__ __forceinline__ void load(const uint8_t *tile, int half, int lane, const TilePlace &) {
@@ -229,18 +247,37 @@ struct Mxfp4Half : NibbleHalf {
     template <class Tables> __device__ __forceinline__ void codes(int b, int h, const Tables &, uint32_t (&a)[4]) const {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const uint32_t nibbles = (h ? words[2 * b + r] : words[2 * b + r] << 4) & 0xf0f0f0f0u;
+            const uint32_t odd = words[2 * b + r], even = odd << 4;
 #pragma unroll
             for (int q = 0; q < 2; q++) {
-                const uint32_t pair = prmt(nibbles, 0u, q ? 0x3424 : 0x1404); /* each in a high byte */
+                const uint32_t pair = prmt(even, odd, 0x4400 + 0x1111 * (2 * h + q)); /* in the high nibbles of halves */
                 a[r + 2 * q] = (pair & 0x80008000u) | (pair >> 3 & 0x0e000e00u);
             }
         }
     }
+    /* Four times the value. A nibble selects its magnitude out of eight bytes, and where its sign is set, the sign bit of
+     * that byte: zero. With all signs flipped the same look-up gives the negative ones alone, halved, as their own top bit
+     * has to be clear too. Where one of the two is not zero the other one is: their sum carries nowhere. */
+    __device__ __forceinline__ void bytes(int b, const ByteTables &, uint32_t (&a)[4]) const {
+        const uint32_t first_positive = register_constant(0x06040200u), first_negative = register_constant(0x7d7e7f00u);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const uint32_t word = words[2 * b + r], flipped = word ^ 0x88888888u;
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const uint32_t positive = prmt(first_positive, 0x18100c08u, word >> 16 * h);
+                const uint32_t half_negative = prmt(first_negative, 0x74787a7cu, flipped >> 16 * h);
+                a[r + 2 * h] = 2 * half_negative + positive;
+            }
+        }
+    }
+    __device__ __forceinline__ float group_scale(int b, int r) const {
+        return coli_ue8m0_to_f32(exponents[r] >> 8 * b & 255u);
+    }
     template <bool MMA> __device__ __forceinline__ void scales(int b, int, float (&s)[2][2]) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            for (int r = 0; r < 2; r++) s[i][r] = coli_ue8m0_to_f32(exponents[r] >> 8 * (b + i) & 255u);
+            for (int r = 0; r < 2; r++) s[i][r] = group_scale(b + i, r);
         }
     }
     __device__ __forceinline__ float half_scale(int) const { return 1.0f; }

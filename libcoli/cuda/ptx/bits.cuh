@@ -44,6 +44,26 @@ __device__ __forceinline__ int keep(int value) {
     return value;
 }
 
+/* A constant in a register, for operands that can be neither immediates nor uniform registers. Where the compiler sees a
+ * constant it has it in a uniform register, and copies it from there for every single use. It does not see that what is
+ * added here is zero. */
+__device__ __forceinline__ uint32_t register_constant(uint32_t value) {
+#if defined(COLI_SIMT)
+    return value;
+#else
+    uint32_t result;
+    asm("{\n\t"
+        ".reg .u32 nothing;\n\t"
+        "mov.u32 nothing, %%laneid;\n\t"
+        "shr.u32 nothing, nothing, 5;\n\t"
+        "add.u32 %0, nothing, %1;\n\t"
+        "}"
+        : "=r"(result)
+        : "r"(value));
+    return result;
+#endif
+}
+
 __device__ __forceinline__ uint32_t rotl(uint32_t x, uint32_t bits) {
     return __funnelshift_l(x, x, bits);
 }
