@@ -28,6 +28,7 @@ SHARING = [
     "long_work",
     "experts",
     "few_rows",
+    "some_rows",
     "many_rows",
     "mxfp4_from_host_memory",
     "device_pointers",
@@ -107,6 +108,7 @@ BARRIER = re.compile(r"\b(?:__syncthreads|__syncwarp|named_barrier_sync|barrier_
 
 # The parts of the workload to run when a barrier of a source is left out.
 EXERCISED_BY = {
+    "batch_hopper.cu": ["some_rows"],
     "combine.cu": ["device_pointers"],
     "encode_e8.cu": ["encoding"],
     "expert.cu": ["experts"],
@@ -117,7 +119,7 @@ EXERCISED_BY = {
     "product.cuh": ["long_work"],
     "ring.cuh": ["long_work"],
     "rotate.cu": ["rotation", "encoding"],
-    "rotate.cuh": ["rotation"],
+    "rotate.cuh": ["rotation", "many_rows"],
 }
 
 # Functions of the simulator that GPU threads meet in, with what a caller gets that does not wait: the linker puts these

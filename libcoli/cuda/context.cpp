@@ -10,6 +10,7 @@
 #include "../formats/floats.h"
 #include "copy_threads.h"
 #include "encode.h"
+#include "kernels/batch.h"
 #include "kernels/expert.h"
 #include "kernels/prefill.h"
 #include "tensor.h"
@@ -183,6 +184,7 @@ bool Context::open(int ordinal) {
     if (result == cudaSuccess) result = read_traits(ordinal, &gpu);
     if (result == cudaSuccess) result = prepare_expert_kernels(gpu);
     if (result == cudaSuccess && gpu.capability >= 80) result = prepare_prefill_kernels(gpu);
+    if (result == cudaSuccess && gpu.capability == 90) result = prepare_batch_kernels(gpu);
     if (result == cudaSuccess) result = cudaMalloc(reinterpret_cast<void **>(&tables), sizeof(DeviceTables));
     if (result == cudaSuccess)
         result = cudaMemcpyAsync(tables, &current_tables, sizeof(DeviceTables), cudaMemcpyHostToDevice, stream);

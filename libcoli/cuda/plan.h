@@ -16,13 +16,14 @@ constexpr int kSliceColumns = 512;
 constexpr int kSliceTiles = kSliceColumns / kTileColumns;
 /* Weight rows that a warp multiplies at a time: a pair of strips. */
 constexpr int kPairRows = 2 * kStripRows;
-/* An activation row in shared memory, as planes: two fp16 parts (kernels/activations.cuh), or three limbs of a byte
- * (kernels/limbs.cuh). What a plane is longer than its columns lets neighbouring planes meet in no bank. */
+/* An activation row in shared memory, as planes: two fp16 parts (kernels/activations.cuh), or four limbs of a byte
+ * (kernels/limbs.cuh). What a plane is longer than its columns lets neighbouring planes meet in no bank. From a row to
+ * the next it is kRowStep planes. */
 struct HalfPlanes {
-    static constexpr int kPlanes = 2, kColumnBytes = 2, kPadding = 64;
+    static constexpr int kPlanes = 2, kRowStep = 2, kColumnBytes = 2, kPadding = 64;
 };
 struct LimbPlanes {
-    static constexpr int kPlanes = 3, kColumnBytes = 1, kPadding = 32;
+    static constexpr int kPlanes = 4, kRowStep = 1, kColumnBytes = 1, kPadding = 32;
 };
 template <class Planes, class Size> COLI_FN constexpr Size plane_bytes(Size columns) {
     return columns * Planes::kColumnBytes + Planes::kPadding;

@@ -67,6 +67,46 @@ def test_an_expert_gives_the_same_bits_alone_and_in_a_group(gpu, rng):
     assert np.array_equal(np.concatenate(alone[::-1]), backwards)
 
 
+# Experts that Hopper's batch kernels take, and pairs of gate and up that share their warps or must not.
+BATCHED = [
+    ("e8", "e8", "e8"),
+    ("int8", "int8", "int8"),
+    ("int4", "int4", "int4"),
+    ("int2", "int2", "int2"),
+    ("int4-g32", "int4-g32", "int4-g64"),
+    ("mxfp4", "mxfp4", "mxfp4"),
+    ("e8", "mxfp4", "int8"),
+    ("int4-g64", "int2", "e8"),
+]
+
+
+@pytest.mark.parametrize(("wide", "tall"), [(64, 48), (600, 330), (512, 1024), (1300, 40)])
+@pytest.mark.parametrize("formats", BATCHED, ids=" ".join)
+def test_bits_do_not_depend_on_the_number_of_rows(gpu, rng, formats, wide, tall):
+    expert = random_expert(rng, wide, tall, formats)
+    tensors, x = gpu.upload_expert(expert), gaussian(rng, 16, wide)
+    x[3] *= np.float32(1e5)
+    x[9, wide // 2 :] = 0
+    alone = np.concatenate([gpu.expert_mlp(tensors, x[i : i + 1]) for i in range(16)])
+    assert oracle.relative_rms(alone, oracle.expert(x, *expert)) <= EXACT
+    for rows in (2, 3, 4, 5, 8, 9, 13, 16):
+        assert np.array_equal(gpu.expert_mlp(tensors, x[:rows]), alone[:rows]), f"{rows} rows"
+
+
+def test_experts_of_few_some_and_many_rows(gpu, rng):
+    """Each takes the kernels of its own number of rows, whatever the others take."""
+    rows = [3, 4, 17, 1, 16, 8, 33, 2, 9, 5]
+    formats = [BATCHED[i % len(BATCHED)] for i in range(len(rows))]
+    formats[5] = ("fp8-e4m3-b128", "e8", "e8")
+    experts, tensors, x = make_group(gpu, rng, formats, rows)
+    y = gpu.group(tensors, rows, x)
+    starts = np.cumsum([0, *rows])
+    for expert, tensor, begin, end in zip(experts, tensors, starts, starts[1:], strict=False):
+        part = np.ascontiguousarray(x[begin:end])
+        assert oracle.relative_rms(y[begin:end], oracle.expert(part, *expert)) <= EXACT
+        assert np.array_equal(gpu.expert_mlp(tensor, part), y[begin:end])
+
+
 def test_one_expert_several_times(gpu, rng):
     experts, tensors, x = make_group(gpu, rng, [("e8",) * 3], [4])
     y = gpu.group(tensors * 3, [1, 2, 1], x)

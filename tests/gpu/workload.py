@@ -114,6 +114,13 @@ def few_rows(gpu, rng):
     gpu.free_all()
 
 
+def some_rows(gpu, rng):
+    """The kernels for 5 to 16 rows, with more stages than the ring has, and more items than blocks."""
+    run_experts(gpu, rng, 1800, 70, [("int8", "int8", "e8"), ("e8", "int8", "int8")], [5, 8], "hopper")
+    run_experts(gpu, rng, 300, 70, [("e8", "e8", "mxfp4")], [13], "hopper")
+    gpu.free_all()
+
+
 def many_rows(gpu, rng):
     """The kernels for more than 16 rows, with more stages than the ring has."""
     run_experts(gpu, rng, 800, 70, [("int8", "int8", "e8"), ("e8", "int8", "int8")], [17, 33], "ampere", "hopper")
@@ -247,6 +254,7 @@ PARTS = {
         large_e8,
         experts,
         few_rows,
+        some_rows,
         many_rows,
         mxfp4_from_host_memory,
         device_pointers,

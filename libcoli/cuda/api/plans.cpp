@@ -78,19 +78,21 @@ bool fill_params(const int *formats, int D, int H, int experts, int rows, GroupP
 size_t coli_cuda_plan_text(int device, int capability, const int *formats, int D, int H, int experts, int rows, char *text,
                            size_t capacity) {
     GpuTraits gpu{};
-    GroupParams params{}, many;
-    PrefillPlan prefill;
+    GroupParams params{};
     COLI_FORWARD(find_gpu(device, capability, &gpu) && fill_params(formats, D, H, experts, rows, &params));
+    const GroupParts parts = split_group(gpu, nullptr, params);
     Text lines(text, capacity);
-    if (plan_prefill_part(gpu, params, &many, &prefill)) {
-        lines.add_line(prefill.hidden, "hidden", experts);
-        lines.add_line(prefill.down, "down", experts);
-        return lines.length();
+    if (parts.many.count) {
+        lines.add_line(parts.of_many.hidden, "hidden", experts);
+        lines.add_line(parts.of_many.down, "down", experts);
+    } else if (parts.some.count) {
+        lines.add_line(parts.of_some.hidden, "hidden", experts);
+        lines.add_line(parts.of_some.down, "down", experts);
+    } else {
+        lines.add_line(parts.of_few.hidden, "hidden", experts);
+        if (parts.of_few.rotation.rows > 0) lines.add_line(parts.of_few.rotation, experts);
+        lines.add_line(parts.of_few.down, "down", experts);
     }
-    const GroupPlan plan = plan_of(gpu, nullptr, params);
-    lines.add_line(plan.hidden, "hidden", experts);
-    if (plan.rotation.rows > 0) lines.add_line(plan.rotation, experts);
-    lines.add_line(plan.down, "down", experts);
     return lines.length();
 }
 

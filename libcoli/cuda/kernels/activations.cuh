@@ -6,7 +6,8 @@
  * float32's accuracy.
  *
  * In shared memory the parts are rows of halves: row 2 s the high, row 2 s + 1 the low parts of activation row s, with 64
- * bytes between rows, so that four rows' 64 bytes meet in no bank. */
+ * bytes between rows, so that four rows' 64 bytes meet in no bank. Of four columns the order is 0, 2, 1, 3: columns that
+ * are a pair are those whose bytes in a word are two apart, which takes an AND to unpack (halves.cuh). */
 #ifndef COLI_CUDA_KERNELS_ACTIVATIONS_CUH
 #define COLI_CUDA_KERNELS_ACTIVATIONS_CUH
 
@@ -28,11 +29,13 @@ struct SplitRows {
     uint8_t *parts; /* [planes of all rows][pitch] bytes */
     float *factors; /* [slices][kMaxPassRows]: what products of a slice are to be multiplied with */
     int pitch;
+    int rows; /* of the pass */
 };
 
 /* The parts of rows `first` ... . */
-__device__ __forceinline__ SplitRows rows_from(const SplitRows &split, int first, int planes) {
-    return {split.parts + static_cast<size_t>(planes * first) * split.pitch, split.factors + first, split.pitch};
+template <class Planes> __device__ __forceinline__ SplitRows rows_from(const SplitRows &split, int first) {
+    return {split.parts + static_cast<size_t>(Planes::kRowStep * first) * split.pitch, split.factors + first, split.pitch,
+            split.rows};
 }
 
 __device__ __forceinline__ float4 load_quad(const float *row, int column, int columns) {
@@ -98,9 +101,9 @@ __device__ __forceinline__ void split_slice(const SliceValues &values, int s, in
     for (int j = 0; j < kSliceQuads; j++) {
         const float4 &quad = values.quads[j];
         const float4 v = {quad.x * factor, quad.y * factor, quad.z * factor, quad.w * factor};
-        const uint2 high = {round_pair(v.x, v.y), round_pair(v.z, v.w)};
+        const uint2 high = {round_pair(v.x, v.z), round_pair(v.y, v.w)};
         const float2 first = pair_floats(high.x), second = pair_floats(high.y);
-        uint2 low = {round_pair(v.x - first.x, v.y - first.y), round_pair(v.z - second.x, v.w - second.y)};
+        uint2 low = {round_pair(v.x - first.x, v.z - first.y), round_pair(v.y - second.x, v.w - second.y)};
         if (infinite) low = {0u, 0u}; /* infinity less infinity would be NaN */
         const int offset = 8 * (kWarp * j + lane);
         *reinterpret_cast<uint2 *>(high_row + offset) = high;

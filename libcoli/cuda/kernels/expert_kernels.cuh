@@ -111,7 +111,7 @@ __device__ void rotate_and_prepare_rows(const Team &team, const FloatRows &x, in
         rotate_rows(team, memory.rows, rows, x.columns, memory.signs);
         team.sync();
         const FloatRows rotated{memory.rows, static_cast<size_t>(x.columns), x.columns};
-        prepare_rows<Scheme, TOGETHER>(team, rotated, rows, 0, slices, rows_from(split, first, Scheme::Planes::kPlanes));
+        prepare_rows<Scheme, TOGETHER>(team, rotated, rows, 0, slices, rows_from<typename Scheme::Planes>(split, first));
     }
 }
 
@@ -121,7 +121,7 @@ template <class OnPath, class Scheme, int ROWS, int TOGETHER, class Store>
 __device__ __forceinline__ void multiply_expert(Share &share, const RowSource &source, int rows, const ProductPlan &plan,
                                                 const DeviceTables &device_tables, Store store) {
     const int warp = warp_of_block(), lane = threadIdx.x % kWarp;
-    const ProductMemory memory = product_memory<Scheme>(plan, dynamic_shared());
+    ProductMemory memory = product_memory<Scheme>(plan, dynamic_shared());
     const RotationMemory rotation = rotation_memory(plan, dynamic_shared());
     const ByteTables tables{codebook_of(memory.codebook, lane), device_tables.fp8};
     const typename OnPath::Team team(plan);
@@ -129,7 +129,7 @@ __device__ __forceinline__ void multiply_expert(Share &share, const RowSource &s
                                   lane);
 
     for (int first = 0; first < rows; first += ROWS) {
-        share.rows = min(ROWS, rows - first);
+        share.rows = memory.activations.rows = min(ROWS, rows - first);
         stream.start(share, plan, warp);
         if (first == 0) {
             if (plan.codebook) spread_codebook(memory.codebook, device_tables, team.count);
@@ -162,9 +162,8 @@ template <class OnPath, int ROWS, bool LIMBS_ONLY, class Store>
 __device__ __forceinline__ void multiply_in_scheme(Share &share, const RowSource &source, int rows, const ProductPlan &plan,
                                                    const DeviceTables &tables, Store store) {
     /* where registers run out otherwise */
-    constexpr int kMostUnrolled = OnPath::kCopyEngine ? 8 : 4;
-    constexpr bool kRolled = kCompiledFor >= 100 || !LIMBS_ONLY || ROWS > kMostUnrolled;
-    constexpr int kTogether = ROWS == 1 || !LIMBS_ONLY ? 1 : 4; /* slices: where registers suffice */
+    constexpr bool kRolled = kCompiledFor >= 100 || !LIMBS_ONLY || ROWS > 4;
+    constexpr int kTogether = ROWS == 1 || !LIMBS_ONLY ? 1 : OnPath::kCopyEngine ? 4 : 2; /* slices: where registers suffice */
     if constexpr (LIMBS_ONLY) {
         multiply_expert<OnPath, LimbScheme<ROWS, kRolled>, ROWS, kTogether>(share, source, rows, plan, tables, store);
     } else if (OnPath::kTensorCores && multiplies_bytes(*share.first_matrix) && multiplies_bytes(*share.second_matrix)) {

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "../gpu.h"
+#include "../ptx/bits.cuh"
 
 namespace coli {
 
@@ -34,6 +35,10 @@ __device__ __forceinline__ uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c
 /* fp16 from 1024 to 2047 has a step of 1: an integer OR-ed into the mantissa of 1024 is a conversion, and subtracting 1024
  * (with the code's zero point) completes it. */
 constexpr uint32_t k1024 = 0x64006400u;
+/* Bytes 0 and 2, and bytes 1 and 3 of a word, each + 1024. */
+__device__ __forceinline__ uint2 offset_pairs(uint32_t bytes) {
+    return {(bytes & 0x00ff00ffu) | k1024, prmt(bytes, k1024, 0x7371)};
+}
 
 } // namespace coli
 

@@ -1,11 +1,14 @@
-/* kernels/limbs.cuh - activation rows as integers of three signed bytes, for formats whose weights are bytes.
+/* kernels/limbs.cuh - activation rows as integers of four signed limbs of 6 bits, for formats whose weights are integers.
  *
  * A slice of a row is multiplied with a power of two that brings its largest magnitude to about 2^22 ... 2^23, and rounded
- * to integers, which are cut into three signed bytes: x = factor (x_0 + 2^8 x_1 + 2^16 x_2). Products of bytes are summed
- * exactly, as int32; the error is that of the rounding, half a step of 2^-22 of the slice's largest value at most, whatever
- * the order and company of the sums.
+ * to integers, which are cut into four limbs of -32 ... 31: x = factor (x_0 + 2^6 x_1 + 2^12 x_2 + 2^18 x_3). The error is
+ * that of the rounding, half a step of 2^-22 of the slice's largest value at most.
  *
- * In shared memory a limb of a row is a plane of bytes: plane 3 s + l is limb l of activation row s. */
+ * Sums of a limb over the 256 columns of a tile, E8's sub-scales included, are integers of less than 2^24: an E8 weight is
+ * at most 66 * 31. So they are exact in int32 as well as in float, and a result is the same bits whether the matrix unit
+ * multiplied bytes (here) or halves (limb_tokens.cuh), in whatever order and company.
+ *
+ * In shared memory a limb of a row is a plane of bytes: first limb 0 of all rows of the pass, then limb 1, and so on. */
 #ifndef COLI_CUDA_KERNELS_LIMBS_CUH
 #define COLI_CUDA_KERNELS_LIMBS_CUH
 
@@ -16,38 +19,75 @@
 namespace coli {
 
 constexpr int kLimbs = LimbPlanes::kPlanes;
-/* Three signed bytes reach 127 (2^16 + 2^8 + 1), a little less than 2^23. */
-constexpr float kLimbMargin = 1.0078125f;
+/* Bits of a limb, and what makes it unsigned. */
+constexpr int kLimbBits = 6, kLimbOffset = 1 << (kLimbBits - 1);
+/* Four such limbs reach 31 (2^18 + 2^12 + 2^6 + 1), a little less than 2^23. */
+constexpr float kLimbMargin = 1.017578125f;
+
+/* How a slice becomes integers; the same for all lanes of a warp. */
+struct LimbScale {
+    float largest, factor;
+    bool infinite; /* then the infinities alone count */
+
+    __device__ __forceinline__ explicit LimbScale(float largest_) : largest(largest_), infinite(largest > 3.4028235e38f) {
+        factor = power_of_two(22 - exponent());
+    }
+    /* What products are to be multiplied with: infinity or NaN, if a value is. */
+    __device__ __forceinline__ float inverse() const {
+        return largest <= 3.4028235e38f ? power_of_two(exponent() - 22) : largest;
+    }
+    /* The integer of a value, with all its limbs made unsigned. */
+    __device__ __forceinline__ uint32_t unsigned_limbs(float v) const {
+        constexpr uint32_t kOffsets =
+            kLimbOffset * (1u + (1u << kLimbBits) + (1u << 2 * kLimbBits) + (1u << 3 * kLimbBits));
+        const float scaled = infinite ? (fabsf(v) == largest ? copysignf(1.0f, v) : 0.0f) : v * factor;
+        return static_cast<uint32_t>(__float2int_rn(scaled)) + kOffsets;
+    }
+
+  private:
+    __device__ __forceinline__ int exponent() const {
+        return max(static_cast<int>(coli_f32_to_bits(largest * kLimbMargin) >> 23) - 127, -100);
+    }
+};
+
+/* The unsigned limbs of a value, a byte each, the lowest one in the lowest byte. */
+__device__ __forceinline__ uint32_t limbs_to_bytes(uint32_t limbs) {
+    const uint32_t halves = limbs + (limbs & 0x00fff000u) * 15u; /* twelve bits each */
+    return halves + (halves & 0x0fc00fc0u) * 3u;
+}
+/* -32 in each byte. */
+__device__ __forceinline__ uint32_t signed_bytes(uint32_t limbs) {
+    return (limbs + 0x60606060u) ^ 0x80808080u;
+}
 
 /* One warp cuts a slice of a row; it becomes slice `place` of the chunk's row s. */
 __device__ __forceinline__ void cut_slice(const SliceValues &values, int s, int place, const SplitRows &split, int lane) {
-    const float largest = largest_of(values);
-    const bool infinite = largest > 3.4028235e38f; /* then the infinities alone count */
-    const int exponent = max(static_cast<int>(coli_f32_to_bits(largest * kLimbMargin) >> 23) - 127, -100);
-    const float factor = power_of_two(22 - exponent);
-    if (lane == 0) {
-        const bool finite = largest <= 3.4028235e38f;
-        split.factors[place * kMaxPassRows + s] = finite ? power_of_two(exponent - 22) : largest; /* infinity or NaN */
-    }
+    const LimbScale scale(largest_of(values));
+    if (lane == 0) split.factors[place * kMaxPassRows + s] = scale.inverse();
 
-    uint8_t *plane = split.parts + static_cast<size_t>(kLimbs * s) * split.pitch + kSliceColumns * place;
+    uint8_t *plane = split.parts + static_cast<size_t>(s) * split.pitch + kSliceColumns * place;
 #pragma unroll
     for (int j = 0; j < kSliceQuads; j++) {
         const float v[4] = {values.quads[j].x, values.quads[j].y, values.quads[j].z, values.quads[j].w};
-        uint32_t integers[4];
+        uint32_t bytes[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float scaled = infinite ? (fabsf(v[i]) == largest ? copysignf(1.0f, v[i]) : 0.0f) : v[i] * factor;
-            /* carries of 128 make the lower two limbs signed */
-            integers[i] = (static_cast<uint32_t>(__float2int_rn(scaled)) + 0x00008080u) ^ 0x00008080u;
-        }
-        const uint32_t low = prmt(integers[0], integers[1], 0x5140), high = prmt(integers[2], integers[3], 0x5140);
-        const uint32_t top = prmt(integers[0], integers[1], 0x0062), top_high = prmt(integers[2], integers[3], 0x0062);
-        const uint32_t limbs[kLimbs] = {prmt(low, high, 0x5410), prmt(low, high, 0x7632), prmt(top, top_high, 0x5410)};
+        for (int i = 0; i < 4; i++) bytes[i] = signed_bytes(limbs_to_bytes(scale.unsigned_limbs(v[i])));
+        const uint32_t low = prmt(bytes[0], bytes[1], 0x5140), low_2 = prmt(bytes[2], bytes[3], 0x5140);
+        const uint32_t high = prmt(bytes[0], bytes[1], 0x7362), high_2 = prmt(bytes[2], bytes[3], 0x7362);
+        const uint32_t limbs[kLimbs] = {prmt(low, low_2, 0x5410), prmt(low, low_2, 0x7632), prmt(high, high_2, 0x5410),
+                                        prmt(high, high_2, 0x7632)};
 #pragma unroll
         for (int l = 0; l < kLimbs; l++)
-            *reinterpret_cast<uint32_t *>(plane + l * split.pitch + 4 * (kWarp * j + lane)) = limbs[l];
+            *reinterpret_cast<uint32_t *>(plane + l * split.rows * split.pitch + 4 * (kWarp * j + lane)) = limbs[l];
     }
+}
+
+/* A sum from those of its two lower, or of its two upper limbs; and from those two. */
+__device__ __forceinline__ float join_limbs(float low, float high) {
+    return fmaf(static_cast<float>(1 << kLimbBits), high, low);
+}
+__device__ __forceinline__ float join_halves(float low, float high) {
+    return fmaf(static_cast<float>(1 << 2 * kLimbBits), high, low);
 }
 
 /* Where the limbs of ROWS activation rows stand among the 8 columns of an mma. Few rows share one; from 8 rows on a tile of
@@ -58,9 +98,9 @@ template <int ROWS> struct LimbColumns {
 
     /* The plane that column `column` of tile n shows; any one where nobody looks. */
     static __device__ __forceinline__ int plane(int n, int column, int rows) {
-        if (ROWS <= 2) return kLimbs * min(column & 1, rows - 1) + min(column >> 1, kLimbs - 1);
-        if (ROWS <= 4) return kLimbs * min(column & 3, rows - 1) + (n ? 2 : column >> 2);
-        return kLimbs * min(8 * (n / kLimbs) + column, rows - 1) + n % kLimbs;
+        if (ROWS <= 2) return rows * (column >> 1) + min(column & 1, rows - 1);
+        if (ROWS <= 4) return rows * (2 * n + (column >> 2)) + min(column & 3, rows - 1);
+        return rows * (n % kLimbs) + min(8 * (n / kLimbs) + column, rows - 1);
     }
     /* The activation row of value k of this lane; ROWS where it has none. */
     static __device__ __forceinline__ int row(int k, int lane) {
@@ -70,22 +110,21 @@ template <int ROWS> struct LimbColumns {
         return 8 * (k / 2) + 2 * t + k % 2;
     }
     /* Value k from this lane's sums of the columns, sums[n][i] being column 2 t + i of tile n. Called by whole warps. */
-    static __device__ __forceinline__ float join(const float (&sums)[kTiles][2], int k, int lane) {
-        const int base = lane & ~3, i = k % 2;
-        float limbs[kLimbs];
-        if (ROWS <= 2) {
-            limbs[0] = sums[0][i];
-            limbs[1] = __shfl_sync(kFullWarp, sums[0][i], base + 1);
-            limbs[2] = __shfl_sync(kFullWarp, sums[0][i], base + 2);
-        } else if (ROWS <= 4) {
-            limbs[0] = sums[0][i];
-            limbs[1] = __shfl_sync(kFullWarp, sums[0][i], base + 2 + lane % 2);
-            limbs[2] = sums[kTiles - 1][i];
-        } else {
-#pragma unroll
-            for (int l = 0; l < kLimbs; l++) limbs[l] = sums[kLimbs * (k / 2) + l][i];
+    static __device__ __forceinline__ float join(const float (&sums)[kTiles][2], int k) {
+        const int first = ROWS <= 4 ? 0 : kLimbs * (k / 2), i = k % 2;
+        if (ROWS <= 2) { /* lane t has limb t */
+            const float half = join_limbs(sums[0][i], __shfl_xor_sync(kFullWarp, sums[0][i], 1));
+            return join_halves(half, __shfl_xor_sync(kFullWarp, half, 2));
         }
-        return fmaf(65536.0f, limbs[2], fmaf(256.0f, limbs[1], limbs[0]));
+        if (ROWS <= 4) { /* lanes t and t + 2 have the limbs of a half */
+            float halves[2];
+#pragma unroll
+            for (int n = 0; n < 2; n++)
+                halves[n] = join_limbs(sums[n % kTiles][i], __shfl_xor_sync(kFullWarp, sums[n % kTiles][i], 2));
+            return join_halves(halves[0], halves[1]);
+        }
+        const auto limb = [&](int l) { return sums[(first + l) % kTiles][i]; };
+        return join_halves(join_limbs(limb(0), limb(1)), join_limbs(limb(2), limb(3)));
     }
 };
 
@@ -230,7 +269,7 @@ template <class Half, int ROWS, bool ROLLED>
 __device__ __forceinline__ void multiply_bytes(const TileSlots &slots, const TilePlace &place, const LimbFragments<ROWS> &x,
                                                int column, const ByteTables &tables, int lane,
                                                float (&sums)[2][2][LimbColumns<ROWS>::kTiles][2]) {
-    constexpr int kAtOnce = ROWS < 8 || (ROWS == 8 && !ROLLED) ? 2 : 1;
+    constexpr int kAtOnce = ROWS < 8 ? 2 : 1;
 #pragma unroll
     for (int first = 0; first < 2; first += kAtOnce)
         multiply_some_bytes<Half, ROWS, ROLLED, kAtOnce>(slots, place, first, x, column, tables, lane, sums);

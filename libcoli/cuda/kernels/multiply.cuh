@@ -102,8 +102,8 @@ __device__ __forceinline__ void unit_weights(const Half &halves, int b, int r, c
 #pragma unroll
             for (int q = 0; q < 2; q++) {
                 const float2 codes = pair_floats(a[r + 2 * q]);
-                w[4 * h + 2 * q] = codes.x * scale;
-                w[4 * h + 2 * q + 1] = codes.y * scale;
+                w[4 * h + q] = codes.x * scale;
+                w[4 * h + q + 2] = codes.y * scale;
             }
         }
     } else {
@@ -122,8 +122,9 @@ __device__ __forceinline__ void unit_activations(const HalfFragments<ROW_TILES> 
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float2 first = pair_floats(highs[j]), second = pair_floats(lows[j]);
-        v[2 * j] = first.x + second.x;
-        v[2 * j + 1] = first.y + second.y;
+        const int column = 4 * (j / 2) + j % 2;
+        v[column] = first.x + second.x;
+        v[column + 2] = first.y + second.y;
     }
 }
 

@@ -35,20 +35,6 @@ __global__ void __launch_bounds__(kPrepareThreads, EXACT ? 3 : 4)
     }
 }
 
-/* Rotates a row, into `buffer` if it fits there and else to `rotated`; returns where it is. */
-__device__ __forceinline__ const float *rotate_hidden(const float *x, float *rotated, int dim, const uint8_t *signs,
-                                                      float *buffer) {
-    const bool fits = dim <= kRotationPiece;
-    float *y = fits ? buffer : rotated;
-    for (int offset = 0, index = 0; offset < dim; index++) {
-        const RotationPiece piece = rotation_piece(dim, index);
-        rotate_piece(x, y, piece, false, signs, fits ? buffer + piece.offset : buffer);
-        __syncthreads();
-        if (piece.index + 1 == piece.n / piece.size) offset = piece.offset + piece.n;
-    }
-    return y;
-}
-
 /* Hidden rows to tokens, rotated where the expert wants it. */
 template <bool EXACT>
 __global__ void __launch_bounds__(kPrepareThreads, 2)
@@ -63,7 +49,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
     for (int row = blockIdx.x; row < expert.rows; row += gridDim.x) {
         const size_t start = (static_cast<size_t>(expert.first_row) + row) * p.H;
         const float *hidden = p.hidden + start;
-        if (expert.rotate_hidden) hidden = rotate_hidden(hidden, p.rotated + start, p.H, p.tables->signs, buffer);
+        if (expert.rotate_hidden) hidden = rotate_row(hidden, p.rotated + start, p.H, p.tables->signs, buffer);
         prepare_token<2, EXACT>(hidden, p.H, of_expert, row, of_warps);
         __syncthreads();
     }
@@ -73,7 +59,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
 
 template <int N> class MmaUnit {
   public:
-    static constexpr int kMaxGroupSteps = 1;
+    static constexpr int kMaxGroupSteps = 1, kBuffers = 2;
     __device__ __forceinline__ MmaUnit(const uint8_t *tokens, int lane)
         : row_(tokens + lane / 4 * kTokenBytes + lane % 4 * 4), place_(lane / 4) {}
     /* Keeps the compiler from loading tokens long before it has registers for them. */

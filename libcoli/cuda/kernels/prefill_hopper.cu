@@ -1,14 +1,14 @@
 #include "prefill_kernels.h"
 
-#include "../ptx/wgmma.cuh"
 #include "prefill_product.cuh"
 #include "ring.cuh"
+#include "wgmma_unit.cuh"
 
 namespace coli {
 
 namespace {
 
-/* Two or three warpgroups multiply; of the last one warp fills stages, and its registers go to the others. */
+/* Two or three warpgroups multiply; the last one fills stages, and its registers go to the others. */
 constexpr int kFillRegisters = 40;
 COLI_FN constexpr int multiply_registers(int warps) {
     return warps == kPrefillWarps ? 232 : 152;
@@ -17,46 +17,33 @@ COLI_FN constexpr int max_tile(int warps) {
     return warps == kPrefillWarps ? kMaxTokenTile : kMaxManyWarpsTokenTile;
 }
 
-template <int N> class WgmmaUnit {
-  public:
-    static constexpr int kMaxGroupSteps = 4;
-    __device__ __forceinline__ WgmmaUnit(const uint8_t *tokens, int) : tokens_(wgmma_operand(tokens)) {}
-    __device__ __forceinline__ void begin() const { wgmma_fence(); }
-    /* chunk += or = a times columns 16 step ... of the tokens. */
-    __device__ __forceinline__ void multiply(float (&chunk)[N / 8][4], const uint32_t (&a)[4], int step, bool add) const {
-        wgmma(chunk, a, tokens_ + (step / 4 * N * kTokenBytes + step % 4 * 32) / 16, add);
-    }
-    __device__ __forceinline__ void next() const {}
-    __device__ __forceinline__ void end() const { wgmma_commit(); }
-    template <int GROUPS> __device__ __forceinline__ void wait() const { wgmma_wait<GROUPS>(); }
-    __device__ __forceinline__ void settle(float (&chunk)[N / 8][4]) const { wgmma_settle(chunk); }
-
-  private:
-    uint64_t tokens_;
-};
-
-/* The ring of stages: one warp fills it, the others take from it. */
+/* The ring of stages: the filling warps share out its copies, the others take from it. */
 __device__ RingMemory make_ring(const PrefillProduct &plan, uint8_t *shared) {
     const RingMemory ring{shared + plan.ring_offset, reinterpret_cast<uint64_t *>(shared + plan.barriers_offset),
                           plan.stage_bytes, plan.stages};
-    if (threadIdx.x == 0) init_ring(ring, plan.warps);
+    if (threadIdx.x == 0) init_ring(ring, plan.warps, kPrefillFillWarps);
     return ring;
 }
 
-__device__ void fill_stages(const PrefillJob &job, const RingMemory &ring, int lane) {
+__device__ void fill_stages(const PrefillJob &job, const RingMemory &ring, int warp, int lane) {
+    const int mine = warp + kPrefillFillWarps * lane;
     RingPosition position(ring);
     for (StageWalk walk(job); !walk.done(); walk.next(), position.advance()) {
+        const StagePiece piece = mine < walk.pieces() ? walk.piece(mine) : StagePiece{};
+        const int bytes = sum_of_warp(piece.bytes);
         barrier_wait(position.emptied(), position.phase() ^ 1);
-        if (lane == 0) barrier_expect(position.filled(), walk.bytes());
-        for (int i = lane; i < walk.pieces(); i += kWarp) {
-            const StagePiece piece = walk.piece(i);
-            if (piece.once)
-                copy_bulk(position.slot() + piece.to, piece.from, piece.bytes, position.filled());
-            else
-                copy_bulk_kept(position.slot() + piece.to, piece.from, piece.bytes, position.filled());
-        }
+        if (lane == 0) barrier_expect(position.filled(), bytes);
+        if (piece.bytes == 0) continue;
+        if (piece.once)
+            copy_bulk(position.slot() + piece.to, piece.from, piece.bytes, position.filled());
+        else
+            copy_bulk_kept(position.slot() + piece.to, piece.from, piece.bytes, position.filled());
     }
 }
+
+/* Steps whose products are under way together: losses take registers. */
+template <int N> using ExactUnit = WgmmaUnit<N, N <= 64 ? 2 : 1>;
+template <int N> using RoundedUnit = WgmmaUnit<N, 4>;
 
 template <bool EXACT, int WARPS>
 __global__ void __launch_bounds__((WARPS + kPrefillFillWarps) * kWarp, 1)
@@ -71,12 +58,15 @@ __global__ void __launch_bounds__((WARPS + kPrefillFillWarps) * kWarp, 1)
     dependency_wait();
     if (warp >= WARPS) {
         give_registers<kFillRegisters>();
-        if (warp == WARPS) fill_stages(job, ring, lane);
+        fill_stages(job, ring, warp - WARPS, lane);
     } else {
         take_registers<multiply_registers(WARPS)>();
         const KernelTables tables{codebook_of(reinterpret_cast<const uint2 *>(shared), lane), p.tables->fp8};
         FedRing stages(ring, lane);
-        multiply_items<WgmmaUnit, EXACT, max_tile(WARPS)>(job, stages, tables, warp, lane);
+        if constexpr (EXACT)
+            multiply_items<ExactUnit, true, max_tile(WARPS)>(job, stages, tables, warp, lane);
+        else
+            multiply_items<RoundedUnit, false, max_tile(WARPS)>(job, stages, tables, warp, lane);
     }
 }
 

@@ -16,8 +16,8 @@
  *          +-------------+
  *
  * An item is one such rectangle of results, all columns long. Blocks take items in turn, token tiles of the same weights
- * one after another, so that these are in L2. Stages come through a ring: on Hopper a warp of its own fills it with the
- * copy engine, before that all threads do. A warp keeps the totals of both sets in registers and works on one set at a
+ * one after another, so that these are in L2. Stages come through a ring: on Hopper warps of their own fill it with
+ * the copy engine, before that all threads do. A warp keeps the totals of both sets in registers and works on one set at a
  * time, in chunks (prefill_weights.cuh): while the matrix unit multiplies a sub-block, it decodes the next. */
 #ifndef COLI_CUDA_KERNELS_PREFILL_PRODUCT_CUH
 #define COLI_CUDA_KERNELS_PREFILL_PRODUCT_CUH
@@ -29,7 +29,7 @@
 #include "outputs.cuh"
 #include "prefill_kernels.h"
 #include "prefill_tokens.cuh"
-#include "prefill_weights.cuh"
+#include "tile_product.cuh"
 
 namespace coli {
 
@@ -122,11 +122,6 @@ class StageWalk {
         const int blocks = job_.token_blocks();
         return i < blocks ? token_piece(i) : weight_piece(i - blocks);
     }
-    __device__ __forceinline__ int bytes() const {
-        int tiles = 0;
-        for (int set = 0; set < job_.plan.sets; set++) tiles += job_.matrix(items_.item().expert, set).tile_bytes;
-        return job_.token_blocks() * token_bytes() + job_.plan.warps * tiles;
-    }
 
   private:
     __device__ __forceinline__ int token_bytes() const { return pad_tokens(items_.item().tokens) * kTokenBytes; }
@@ -150,70 +145,6 @@ class StageWalk {
     ItemWalk items_;
     int tiles_, strips_, tile_ = 0;
 };
-
-/*------   Products   ------*/
-
-/* Where a warp is: a set's tile, the stage's tokens. */
-struct TileInputs {
-    const uint8_t *weights, *tokens;
-    const MatrixView &matrix;
-    const KernelTables &tables;
-    int lane;
-};
-
-/* Weights of a few steps are decoded together, so that waits for look-ups overlap, and their products are under way
- * together. Losses come right behind the values, for which the weights are there. */
-
-/* totals += tile times tokens, N of them. */
-template <class Unit, bool EXACT, class Operand, int N>
-__device__ __forceinline__ void multiply_tile(const TileInputs &in, float (&totals)[N / 8][4]) {
-    constexpr int kChunkSteps = 2 * Operand::kChunk, kHalfSteps = kTileSteps / 2;
-    constexpr int kSteps = kChunkSteps < Unit::kMaxGroupSteps ? kChunkSteps : Unit::kMaxGroupSteps;
-    const TilePlace place{in.matrix, 0, 0, 0, 0};
-    const Unit unit(in.tokens, in.lane);
-    Operand weights;
-    float chunk[N / 8][4] = {};
-    uint32_t a[2][kSteps][4]; /* of the group that is multiplied, and of the one that is decoded meanwhile */
-    const auto decode = [&](int first) {
-        if (first % kHalfSteps == 0) weights.load(in.weights, first / kHalfSteps, in.lane, place);
-#pragma unroll
-        for (int i = 0; i < kSteps; i++) {
-            const int step = first + i;
-            weights.operand(step / 2 % kHalfSubblocks, step % 2, in.lane, in.tables, a[first / kSteps % 2][i]);
-        }
-    };
-    decode(0);
-#pragma unroll
-    for (int first = 0; first < kTileSteps; first += kSteps) {
-        const int next = first + kSteps, last_subblock = (next - 1) / 2 % kHalfSubblocks;
-        unit.begin();
-#pragma unroll
-        for (int i = 0; i < kSteps; i++) {
-            const int step = first + i;
-            const uint32_t (&operand)[4] = a[first / kSteps % 2][i];
-            unit.multiply(chunk, operand, step, step % kChunkSteps != 0);
-            if (!Losses<EXACT>::of(step)) continue;
-            unit.next();
-            unit.multiply(chunk, operand, Losses<EXACT>::step(step), true);
-        }
-        unit.end();
-        const bool chunk_ends = next % kChunkSteps == 0;
-        float factors[2] = {};
-        if (chunk_ends) factors[0] = weights.factor(last_subblock, 0), factors[1] = weights.factor(last_subblock, 1);
-        if (next < kTileSteps) {
-            unit.template wait<1>();
-            decode(next);
-        }
-        if (!chunk_ends) continue;
-        unit.template wait<0>();
-        unit.settle(chunk);
-#pragma unroll
-        for (int j = 0; j < N / 8; j++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) totals[j][i] = fmaf(factors[i / 2], chunk[j][i], totals[j][i]);
-        }
-    }
-}
 
 /*------   Results   ------*/
 
@@ -343,13 +274,14 @@ __device__ __forceinline__ void multiply_item(const PrefillJob &job, const Prefi
     if (first.kind == second.kind) { /* the usual case saves a branch for every tile */
         with_operand(first.kind, [&](auto operand) {
             using Operand = decltype(operand);
-            multiply_stages([&](const TileInputs &in) { multiply_tile<Unit<N>, EXACT, Operand, N>(in, totals[0]); },
-                            [&](const TileInputs &in) { multiply_tile<Unit<N>, EXACT, Operand, N>(in, totals[1]); });
+            multiply_stages(
+                [&](const TileInputs &in) { multiply_tile<Unit<N>, Losses<EXACT>, Operand, N>(in, totals[0]); },
+                [&](const TileInputs &in) { multiply_tile<Unit<N>, Losses<EXACT>, Operand, N>(in, totals[1]); });
         });
     } else {
         const auto multiply_any = [](const TileInputs &in, float (&sums)[N / 8][4]) {
             with_operand(in.matrix.kind,
-                         [&](auto operand) { multiply_tile<Unit<N>, EXACT, decltype(operand), N>(in, sums); });
+                         [&](auto operand) { multiply_tile<Unit<N>, Losses<EXACT>, decltype(operand), N>(in, sums); });
         };
         multiply_stages([&](const TileInputs &in) { multiply_any(in, totals[0]); },
                         [&](const TileInputs &in) { multiply_any(in, totals[1]); });

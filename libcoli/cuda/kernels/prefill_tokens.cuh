@@ -18,12 +18,13 @@
  * them (Losses): four of them, or two with the losses of the columns with h = 0 below, of 128 columns each.
  *
  * The order of columns is that in which Half::codes (tiles.cuh) gives weights: of a sub-block of 32 columns, piece 2 h + q
- * has the pairs of columns 8 t + 4 h + 2 q, + 1 for t = 0..3. Pieces 2 h and 2 h + 1 are what one product takes, a step. */
+ * has the pairs of columns 8 t + 4 h + q, + 2 for t = 0..3. Pieces 2 h and 2 h + 1 are what one product takes, a step. */
 #ifndef COLI_CUDA_KERNELS_PREFILL_TOKENS_CUH
 #define COLI_CUDA_KERNELS_PREFILL_TOKENS_CUH
 
 #include "activations.cuh"
 #include "prefill_kernels.h"
+#include "tile_product.cuh"
 
 namespace coli {
 
@@ -31,8 +32,6 @@ constexpr int kTokenBytes = 128;
 constexpr int kTokenColumns = 64;
 constexpr int kTokenGroup = 8; /* rows that places go round in */
 constexpr int kTileValueBlocks = kTileColumns / kTokenColumns;
-/* Steps of a tile, of 16 columns; step 2 b + h. */
-constexpr int kTileSteps = kTileColumns / 16;
 
 /* Which steps have losses, EXACT all of them, and where they are, counted in steps as the values are. */
 template <bool EXACT> struct Losses {
@@ -103,9 +102,9 @@ template <bool EXACT> class QuadWriter {
     }
     /* The quad of a tile, already scaled; all threads of a warp at once. */
     __device__ __forceinline__ void store(int tile, float4 v) const {
-        const uint2 values = {round_pair(v.x, v.y), round_pair(v.z, v.w)};
+        const uint2 values = {round_pair(v.x, v.z), round_pair(v.y, v.w)};
         store(values_, tile, values);
-        store(losses_, tile, {lost_pair(v.x, v.y, values.x), lost_pair(v.z, v.w, values.y)});
+        store(losses_, tile, {lost_pair(v.x, v.z, values.x), lost_pair(v.y, v.w, values.y)});
     }
 
   private:

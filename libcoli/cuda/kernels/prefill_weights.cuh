@@ -1,7 +1,8 @@
 /* kernels/prefill_weights.cuh - half a tile of weights as prefill products take it: fp16 operands that need a factor only
  * once a chunk of several sub-blocks, since products under way cannot be scaled.
  *
- *     operand(b, h, lane, tables, a)    as codes(b, h, tables, a); exact in fp16 too
+ *     look_up(b, h, tables, entries)          what operand() needs of tables, ahead of it
+ *     operand(b, h, lane, entries, a)    as codes(b, h, tables, a); exact in fp16 too
  *     factor(b, r)                      of the chunk that ends with sub-block b, row g + 8 r
  *     kChunk                            sub-blocks of a chunk; kSubblocks: the whole tile */
 #ifndef COLI_CUDA_KERNELS_PREFILL_WEIGHTS_CUH
@@ -24,8 +25,10 @@ __device__ __forceinline__ uint32_t both(uint32_t pair, int i) {
 template <class Half> struct PlainOperand : Half {
     static constexpr int kChunk = Half::kSubblocksPerScale ? Half::kSubblocksPerScale : kSubblocks;
 
-    __device__ __forceinline__ void operand(int b, int h, int, const KernelTables &tables, uint32_t (&a)[4]) const {
-        this->codes(b, h, tables, a);
+    struct Entries {};
+    __device__ __forceinline__ void look_up(int, int, const KernelTables &, Entries &) const {}
+    __device__ __forceinline__ void operand(int b, int h, int, const Entries &, uint32_t (&a)[4]) const {
+        this->codes(b, h, KernelTables{}, a);
     }
     __device__ __forceinline__ float factor(int b, int r) const {
         float s[2][2] = {{1.0f, 1.0f}, {1.0f, 1.0f}};
@@ -34,25 +37,41 @@ template <class Half> struct PlainOperand : Half {
     }
 };
 
-/* 2 code + 1 goes into the operand: published codebook bytes go up to 62, and 62 * 31 is exact in fp16. */
+/* 2 code + 1 goes into the operand: codebook bytes go up to 66, and 66 * 31 is exact in fp16. */
 struct E8Operand : E8Half {
     static constexpr int kChunk = kSubblocks;
-    uint32_t own[2];       /* 2 code + 1 of sub-blocks 2 t, 2 t + 1 of the tile, row g + 8 r */
-    uint32_t multiples[2]; /* the same of the sub-block at work and its neighbour */
+    uint32_t later[kHalfSubblocks]; /* indices of the second half */
+    uint32_t own[2];                /* 2 code + 1 of sub-blocks 2 t, 2 t + 1 of the tile, row g + 8 r */
+    uint32_t multiples[2];          /* the same of the sub-block at work and its neighbour */
 
+    /* All of the tile comes with its first half. */
     __device__ __forceinline__ void load(const uint8_t *tile, int half_, int lane, const TilePlace &place) {
+        if (half_) {
+            half = half_;
+            for (int b = 0; b < kHalfSubblocks; b++) indices[b] = later[b];
+            return;
+        }
         E8Half::load(tile, half_, lane, place);
+        const uint4 quads = lane_piece(tile, 1, lane);
+        later[0] = quads.x, later[1] = quads.y, later[2] = quads.z, later[3] = quads.w;
 #pragma unroll
         for (int r = 0; r < 2; r++) own[r] = fma_pairs(code_pair(r), 0x30003000u, 0xd7f0d7f0u); /* / 8 - 127 */
     }
-    __device__ __forceinline__ void operand(int b, int h, int lane, const KernelTables &tables, uint32_t (&a)[4]) {
+    struct Entries {
+        uint2 of[2];
+    };
+    __device__ __forceinline__ void look_up(int b, int h, const KernelTables &tables, Entries &entries) const {
+#pragma unroll
+        for (int r = 0; r < 2; r++) entries.of[r] = codebook_entry_now(tables.codebook, indices[b], r + 2 * h);
+    }
+    __device__ __forceinline__ void operand(int b, int h, int lane, const Entries &entries, uint32_t (&a)[4]) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             if (b % 2 == 0 && h == 0) multiples[r] = __shfl_sync(kFullWarp, own[r], (lane & ~3) + 2 * half + b / 2);
+            const uint32_t multiple = both(multiples[r], b % 2);
+            a[r] = multiply_pairs(entries.of[r].x ^ pair_signs(b, r, h, 0), multiple);
+            a[r + 2] = multiply_pairs(entries.of[r].y ^ pair_signs(b, r, h, 1), multiple);
         }
-        codes(b, h, tables, a);
-#pragma unroll
-        for (int i = 0; i < 4; i++) a[i] = multiply_pairs(a[i], both(multiples[i % 2], b % 2));
     }
     __device__ __forceinline__ float factor(int, int r) const { return 8.0f * kUnit * half_scale(r); }
 };
@@ -76,8 +95,10 @@ struct Mxfp4Operand : Mxfp4Half {
         const uint32_t distance = largest[r] - exponent(b, r), bits = (30u - distance) << 10;
         return distance < 30u ? bits | bits << 16 : 0u;
     }
-    __device__ __forceinline__ void operand(int b, int h, int, const KernelTables &tables, uint32_t (&a)[4]) const {
-        codes(b, h, tables, a);
+    struct Entries {};
+    __device__ __forceinline__ void look_up(int, int, const KernelTables &, Entries &) const {}
+    __device__ __forceinline__ void operand(int b, int h, int, const Entries &, uint32_t (&a)[4]) const {
+        codes(b, h, KernelTables{}, a);
 #pragma unroll
         for (int i = 0; i < 4; i++) a[i] = multiply_pairs(a[i], power(b, i % 2));
     }

@@ -54,7 +54,7 @@ template <class Scheme> __device__ ProductMemory product_memory(const ProductPla
     ProductMemory memory;
     memory.codebook = reinterpret_cast<uint32_t *>(shared);
     memory.activations = {shared + plan.parts_offset, reinterpret_cast<float *>(shared + plan.factors_offset),
-                          plane_bytes<typename Scheme::Planes>(plan.chunk_slices * kSliceColumns)};
+                          plane_bytes<typename Scheme::Planes>(plan.chunk_slices * kSliceColumns), 0};
     memory.partials = reinterpret_cast<float *>(shared + plan.partials_offset);
     memory.totals = reinterpret_cast<float *>(shared + plan.totals_offset);
     return memory;
@@ -329,7 +329,7 @@ template <class Path, int ROWS> struct HalfScheme {
     static __device__ __forceinline__ float value(const Sums &sums, int m, int r, int k, int) { return sums.of[m][r][k]; }
 };
 
-/* Activations as three signed bytes, formats whose weights are bytes (multiplies_bytes). */
+/* Activations as four signed bytes, formats whose weights are bytes (multiplies_bytes). */
 template <int ROWS, bool ROLLED> struct LimbScheme {
     using Planes = LimbPlanes;
     using Columns = LimbColumns<ROWS>;
@@ -368,8 +368,8 @@ template <int ROWS, bool ROLLED> struct LimbScheme {
         }
     }
     static __device__ __forceinline__ int row(int k, int lane) { return Columns::row(k, lane); }
-    static __device__ __forceinline__ float value(const Sums &sums, int m, int r, int k, int lane) {
-        return Columns::join(sums.of[m][r], k, lane);
+    static __device__ __forceinline__ float value(const Sums &sums, int m, int r, int k, int) {
+        return Columns::join(sums.of[m][r], k);
     }
 };
 

@@ -43,10 +43,17 @@ class RingPosition {
     unsigned phase_ = 0;
 };
 
-/* By one thread, before anybody uses the ring; a barrier of those that do must follow. `readers` warps hand a slot back. */
-__device__ inline void init_ring(const RingMemory &memory, int readers) {
+/* The sum of all lanes' bytes. */
+__device__ __forceinline__ int sum_of_warp(int bytes) {
+    for (int distance = kWarp / 2; distance; distance /= 2) bytes += __shfl_xor_sync(kFullWarp, bytes, distance);
+    return bytes;
+}
+
+/* By one thread, before anybody uses the ring; a barrier of those that do must follow. `readers` warps hand a slot back,
+ * `fillers` announce what they copy to it. */
+__device__ inline void init_ring(const RingMemory &memory, int readers, int fillers = 1) {
     for (int i = 0; i < memory.stages; i++) {
-        barrier_init(memory.barriers + i, 1);
+        barrier_init(memory.barriers + i, fillers);
         barrier_init(memory.barriers + memory.stages + i, readers);
     }
     barrier_init_fence();

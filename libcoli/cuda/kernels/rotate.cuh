@@ -142,6 +142,21 @@ __device__ inline void rotate_rows(const Team &team, float *rows, int count, int
     }
 }
 
+/* A whole row, by a whole block, into `buffer` of kRotationPiece floats in shared memory if it fits there and else to
+ * `rotated`; returns where it is. */
+__device__ __forceinline__ const float *rotate_row(const float *x, float *rotated, int dim, const uint8_t *signs,
+                                                   float *buffer) {
+    const bool fits = dim <= kRotationPiece;
+    float *y = fits ? buffer : rotated;
+    for (int offset = 0, index = 0; offset < dim; index++) {
+        const RotationPiece piece = rotation_piece(dim, index);
+        rotate_piece(x, y, piece, false, signs, fits ? buffer + piece.offset : buffer);
+        __syncthreads();
+        if (piece.index + 1 == piece.n / piece.size) offset = piece.offset + piece.n;
+    }
+    return y;
+}
+
 } // namespace coli
 
 #endif

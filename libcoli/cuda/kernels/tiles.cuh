@@ -5,8 +5,9 @@
  *
  *     load(tile, half, lane, place)   the lane's bytes, from shared memory
  *     codes(b, h, tables, a)          16 weights' codes without their scales, exact in fp16: a[r + 2 q] is the pair of
- * columns 8 t + 4 h + 2 q, + 1 of row g + 8 r. Four lanes' a[] are the A fragment of mma.m16n8k16 when its k index runs
- * over the columns in that order. scales<MMA>(b, lane, s)         s[i][r]: scale of sub-block b + i (b even), row g + 8 r
+ *                                     columns 8 t + 4 h + q, + 2 of row g + 8 r, four lanes' a[] the A fragment of
+ *                                     mma.m16n8k16 when its k index runs over the columns in that order
+ *     scales<MMA>(b, lane, s)         s[i][r]: scale of sub-block b + i (b even), row g + 8 r
  *     half_scale(r)                   a factor of row g + 8 r that all of them lack
  *     kUnit                           a constant factor that everything lacks
  *
@@ -102,15 +103,20 @@ struct E8Half {
         return h ? shift_left_alu(all, shift) : all << shift;
     }
 
+    /* Those of columns 4 h + q and + 2, in the sign bits of a pair. */
+    __device__ __forceinline__ uint32_t pair_signs(int b, int r, int h, int q) const {
+        const uint32_t pattern = half ? patterns[2 + b / 2] : patterns[b / 2];
+        return (pattern ^ rotl(pattern, 4)) << (11 - 2 * (b & 1) - r - 8 * q + 4 * h) & 0x80008000u;
+    }
+
     /* Codes are signed codebook bytes. */
     template <class Tables>
     __device__ __forceinline__ void codes(int b, int h, const Tables &tables, uint32_t (&a)[4]) const {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const uint2 entry = codebook_pairs(tables, indices[b], r + 2 * h);
-            const uint32_t negative = signs(b, r, h);
-            a[r] = entry.x ^ (prmt(negative, 0u, 0x1404) & 0x80008000u);
-            a[r + 2] = entry.y ^ (prmt(negative, 0u, 0x3424) & 0x80008000u);
+            const uint2 pairs = codebook_pairs(tables, indices[b], r + 2 * h);
+            a[r] = pairs.x ^ pair_signs(b, r, h, 0);
+            a[r + 2] = pairs.y ^ pair_signs(b, r, h, 1);
         }
     }
 
@@ -185,8 +191,9 @@ struct Int4Codes : NibbleHalf {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const uint32_t stored = words[2 * b + r] >> 4 * h & 0x0f0f0f0fu; /* code + 8 */
-            a[r] = add_pairs(prmt(stored, k1024, 0x7170), 0xe408e408u);      /* -1032 */
-            a[r + 2] = add_pairs(prmt(stored, k1024, 0x7372), 0xe408e408u);
+            const uint2 pairs = offset_pairs(stored);
+            a[r] = add_pairs(pairs.x, 0xe408e408u); /* -1032 */
+            a[r + 2] = add_pairs(pairs.y, 0xe408e408u);
         }
     }
     /* In the high half of a byte, a nibble with its top bit flipped is 16 times the code. */
@@ -247,10 +254,10 @@ struct Mxfp4Half : NibbleHalf {
     template <class Tables> __device__ __forceinline__ void codes(int b, int h, const Tables &, uint32_t (&a)[4]) const {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const uint32_t odd = words[2 * b + r], even = odd << 4;
 #pragma unroll
             for (int q = 0; q < 2; q++) {
-                const uint32_t pair = prmt(even, odd, 0x4400 + 0x1111 * (2 * h + q)); /* in the high nibbles of halves */
+                const uint32_t word = q ? words[2 * b + r] : words[2 * b + r] << 4;
+                const uint32_t pair = prmt(word, word, h ? 0x3020 : 0x1000); /* in the high nibbles of halves */
                 a[r + 2 * q] = (pair & 0x80008000u) | (pair >> 3 & 0x0e000e00u);
             }
         }
@@ -294,8 +301,9 @@ struct Int2Half : NoTileScales {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const uint32_t stored = words[b] >> 2 * (2 * r + h) & 0x03030303u; /* code + 2 */
-            a[r] = add_pairs(prmt(stored, k1024, 0x7170), 0xe402e402u);        /* -1026 */
-            a[r + 2] = add_pairs(prmt(stored, k1024, 0x7372), 0xe402e402u);
+            const uint2 pairs = offset_pairs(stored);
+            a[r] = add_pairs(pairs.x, 0xe402e402u); /* -1026 */
+            a[r + 2] = add_pairs(pairs.y, 0xe402e402u);
         }
     }
     /* In the top two bits of a byte, a code with its top bit flipped is 64 times itself. */
@@ -329,9 +337,9 @@ struct Int8Half : ByteHalf, NoTileScales {
     template <class Tables> __device__ __forceinline__ void codes(int b, int h, const Tables &, uint32_t (&a)[4]) const {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const uint32_t offset = quad(b, r, h) ^ 0x80808080u;        /* code + 128 */
-            a[r] = add_pairs(prmt(offset, k1024, 0x7170), 0xe480e480u); /* -1152 */
-            a[r + 2] = add_pairs(prmt(offset, k1024, 0x7372), 0xe480e480u);
+            const uint2 pairs = offset_pairs(quad(b, r, h) ^ 0x80808080u); /* code + 128 */
+            a[r] = add_pairs(pairs.x, 0xe480e480u);                        /* -1152 */
+            a[r + 2] = add_pairs(pairs.y, 0xe480e480u);
         }
     }
     __device__ __forceinline__ void bytes(int b, const ByteTables &, uint32_t (&a)[4]) const {
@@ -355,7 +363,7 @@ struct Fp8Half : ByteHalf {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             for (int q = 0; q < 2; q++) {
-                const uint32_t bytes = prmt(quad(b, r, h), 0u, q ? 0x3424 : 0x1404); /* each in a high byte */
+                const uint32_t bytes = prmt(quad(b, r, h), 0u, q ? 0x3414 : 0x2404); /* each in a high byte */
                 const uint32_t magnitude = bytes >> 1 & 0x3f803f80u;
                 a[r + 2 * q] = (bytes & 0x80008000u) | magnitude | ((magnitude + 0x00800080u) & 0x40004000u);
             }

@@ -36,6 +36,15 @@ __device__ __forceinline__ uint2 codebook_entry(Codebook codebook, uint32_t word
     return entry;
 }
 
+/* The same, not to be moved to where it is used. */
+__device__ __forceinline__ uint2 codebook_entry_now(Codebook codebook, uint32_t word, int byte) {
+    uint32_t address;
+    uint2 entry;
+    asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(address) : "r"(word), "r"(128u << 8 * byte), "r"(codebook.address));
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(entry.x), "=r"(entry.y) : "r"(address));
+    return entry;
+}
+
 struct ByteCodebook {
     uint32_t address;
 };
@@ -60,6 +69,10 @@ __device__ __forceinline__ Codebook codebook_of(const uint2 *copies, int lane) {
 }
 __device__ __forceinline__ uint2 codebook_entry(Codebook codebook, uint32_t word, int byte) {
     return codebook.entries[kCodebookCopies * (word >> 8 * byte & 255u)];
+}
+
+__device__ __forceinline__ uint2 codebook_entry_now(Codebook codebook, uint32_t word, int byte) {
+    return codebook_entry(codebook, word, byte);
 }
 
 struct ByteCodebook {
