@@ -163,7 +163,9 @@ __device__ __forceinline__ void multiply_in_scheme(Share &share, const RowSource
                                                    const DeviceTables &tables, Store store) {
     /* where registers run out otherwise */
     constexpr bool kRolled = kCompiledFor >= 100 || !LIMBS_ONLY || ROWS > 4;
-    constexpr int kTogether = ROWS == 1 || !LIMBS_ONLY ? 1 : OnPath::kCopyEngine ? 4 : 2; /* slices: where registers suffice */
+    constexpr int kTogether = ROWS == 1 || !LIMBS_ONLY ? 1
+                              : OnPath::kCopyEngine    ? 4
+                                                       : 2; /* slices: where registers suffice */
     if constexpr (LIMBS_ONLY) {
         multiply_expert<OnPath, LimbScheme<ROWS, kRolled>, ROWS, kTogether>(share, source, rows, plan, tables, store);
     } else if (OnPath::kTensorCores && multiplies_bytes(*share.first_matrix) && multiplies_bytes(*share.second_matrix)) {
