@@ -266,17 +266,18 @@ def test_missing_barrier_is_noticed(library_of_one_block, source, line):
     assert raced or re.search("^(simt|AssertionError): ", run.stderr, re.M), run.stdout[-3000:] + run.stderr[-6000:]
 
 
-def one_variant(text):
-    """Leaves the products of any formats their kernel for eight rows, since all of them take long to compile."""
-    body = " return expert_product<HopperPath, 8, false>;\n}"
-    return re.sub(r"(any_kernel\(.*?\) \{).*?\n\}", rf"\g<1>{body}", text, flags=re.S)
-
-
 @pytest.mark.parametrize(
     ("source", "right", "wrong", "kernel", "part", "report"),
     [
         ("formats/e8.h", "signs | (parity & 1u) << 7", "signs", "layout", "matrices", "matmul e8 "),
-        ("cuda/kernels/outputs.cuh", "b2 * tanhf(up / b2)", "up", "expert_any", "mxfp4_from_host_memory", "mxfp4 exp"),
+        (
+            "cuda/kernels/outputs.cuh",
+            "b2 * tanhf(up / b2)",
+            "up",
+            "batch_hopper",
+            "mxfp4_from_host_memory",
+            "mxfp4 exp",
+        ),
         ("cuda/kernels/combine.cu", "p.row_weights[first + i]", "1.0f", "combine", "device_pointers", "expert_group_c"),
         ("cuda/kernels/rotate.cuh", "__popc(j & piece.index)", "0u", "rotate", "rotation", "rotation of 16645"),
         ("cuda/kernels/encode_e8.cu", "s.odd[g / 2] && here", "here", "encode_e8", "encoding", "encoding by search"),
@@ -285,8 +286,6 @@ def one_variant(text):
 )
 def test_wrong_arithmetic_is_noticed(workshop, request, source, right, wrong, kernel, part, report):
     edits = {source: lambda text: text.replace(right, wrong)}
-    if kernel == "expert_any":
-        edits["cuda/kernels/expert_any.cu"] = one_variant
     run = run_mutant(workshop.library(request.node.callspec.id, edits, [kernel]), part)
     assert run.returncode == 1, run.stdout[-3000:] + run.stderr[-6000:]
     assert f"AssertionError: {report}" in run.stderr
