@@ -49,7 +49,8 @@ void require_exact(bool exact) {
 }
 
 size_t workspace_bytes(int total_rows, int D, int H, int experts) {
-    const int columns = std::max(D, H), most_batched = std::min(experts, total_rows / kLeastBatchRows);
+    const int columns = std::max(D, H),
+              most_batched = std::min({experts, COLI_CUDA_MAX_EXPERTS, total_rows / kLeastBatchRows});
     const size_t tokens = total_rows > kMaxPassRows ? prefill_workspace_bytes(total_rows, columns, experts) : 0;
     return 2 * rows_bytes(total_rows, H) + std::max(tokens, batch_workspace_bytes(columns, most_batched));
 }
@@ -71,7 +72,7 @@ GroupParts split_group(const GpuTraits &gpu, PlanCache *plans, const GroupParams
         if (!parts.of_many.possible) parts.many.count = 0;
     }
     const auto has_some = [&](const ExpertEntry &expert) { return may_batch(gpu, expert); };
-    parts.some = part_of(params, has_some);
+    if (has_batch_kernels(gpu)) parts.some = part_of(params, has_some);
     if (parts.some.count) parts.of_some = plan_batch(gpu, parts.some);
     if (!parts.of_some.possible) parts.some.count = 0;
     parts.few = part_of(params, [&](const ExpertEntry &expert) {

@@ -258,6 +258,22 @@ def test_plans_name_their_launches(limits, fmt, capability, rows):
         assert not any("prefill" in line for line in lines)
 
 
+@pytest.mark.parametrize("fmt", ON_GPU)
+def test_plans_of_some_rows(limits, fmt):
+    """From 5 rows on, Hopper's matrix unit takes what is multiplied as integers; nobody else does."""
+
+    def batched(rows, capability=90):
+        lines = plan_lines(limits, capability=capability, formats=(fmt,) * 3, rows=rows)
+        assert len({"batch on wgmma" in line for line in lines if not line.startswith("rotate")}) == 1, lines
+        return "batch on wgmma" in lines[0]
+
+    integers = fmt not in ("f32", "fp8-e4m3-b128")  # plans take all groups for 64 columns
+    assert [batched(rows) for rows in (1, 4, 5, 8, 9, 16, 17)] == [False] * 2 + [integers] * 4 + [False]
+    assert not any(batched(rows, capability) for rows in (5, 16) for capability in CAPABILITIES if capability != 90)
+    limits.limit_path("ampere")
+    assert not batched(16)
+
+
 def test_plans_of_many_rows(limits):
     limits.require_exact(0)
     for capability, unit in ((75, None), (80, " mma,"), (86, " mma,"), (90, " wgmma,"), (100, " mma,"), (120, " mma,")):

@@ -78,10 +78,10 @@ def test_one_heavy_value_in_a_row(gpu, rng, fmt, rows):
     check_rows(gpu, gpu.upload(matrix), matrix, x)
 
 
-@pytest.mark.parametrize("highest", [127, 255])
+@pytest.mark.parametrize("highest", [66, 255])
 def test_random_codebooks(gpu, rng, highest):
-    """Up to 127, entries are multiplied as signed bytes; above, they cannot be."""
-    codebook = rng.integers(1 if highest == 127 else 0, highest, oracle.CODEBOOK.shape, np.uint8, endpoint=True)
+    """Up to 66, entries are multiplied as signed bytes; above, they are not."""
+    codebook = rng.integers(1 if highest == 66 else 0, highest, oracle.CODEBOOK.shape, np.uint8, endpoint=True)
     gpu.set_codebook(codebook)
     matrix = oracle.random_encoded(rng, "e8", SHAPES[1], codebook=codebook)
     tensor, x = gpu.upload(matrix), gaussian(rng, 20, SHAPES[1][1])
@@ -126,7 +126,7 @@ def test_other_gpus(gpu, rng, simulator, monkeypatch, fmt, capability):
 # ---- rows that are no numbers ----
 
 
-@pytest.mark.parametrize("rows", [3, 20])
+@pytest.mark.parametrize("rows", [3, 9, 20])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("fmt", ["e8", "int8", "mxfp4", "f32"])
 def test_what_is_not_finite_stays_in_its_row(gpu, rng, fmt, value, rows):

@@ -224,9 +224,12 @@ def test_every_mxfp4_nibble_in_every_column(gpu):
     assert np.array_equal(columns_of(gpu, matrix), matrix.decode(np.float32))
 
 
-def integer_of_limbs(first, second, third):
-    """An activation between 1 and 2 in magnitude that is cut into these signed bytes (kernels/limbs.cuh)."""
-    return (first + 256 * second + 65536 * third) / 2**22
+def of_limbs(*limbs):
+    """An activation between 1 and 2 in magnitude that is cut into these limbs, the lowest first (kernels/limbs.cuh)."""
+    return sum(limb * 64**i for i, limb in enumerate(limbs)) / 2**22
+
+
+LARGEST_LIMBS = [(31, 31, 28, 31), (-32, -32, -28, -31)]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
@@ -235,9 +238,33 @@ def test_the_largest_sums_of_mxfp4(gpu, sign, rows):
     """They stay in the mantissa of a float until they are scaled."""
     data = np.full(8 * 512 // 2, 0x77 if sign > 0 else 0xFF, np.uint8)
     matrix = oracle.Encoded("mxfp4", (8, 512), data, np.full((8, 16), 127, np.uint8))
-    for limbs in ((-128, -128, -126), (127, 127, 126)):
-        x = np.full((rows, 512), integer_of_limbs(*limbs), np.float32)
-        check_matmul(gpu, matrix, x)
+    for limbs in LARGEST_LIMBS:
+        check_matmul(gpu, matrix, np.full((rows, 512), of_limbs(*limbs), np.float32))
+
+
+def largest_e8(sign):
+    """Entries and sub-scales as large as the kernels for bytes take them: weights of 66 * 31 / 8, all of one sign."""
+    codebook = np.full_like(oracle.CODEBOOK, 66)
+    data = np.zeros((40 * 2, 98), np.uint8)
+    data[:, 64:96] = np.full(8, 0xF0000000 if sign > 0 else 0xFFFFFFFF, "<u4").view(np.uint8)
+    data[:, 96:] = np.float16([1]).view(np.uint8)
+    return oracle.Encoded("e8", (40, 512), data.ravel(), codebook=codebook)
+
+
+@pytest.mark.parametrize("limbs", LARGEST_LIMBS)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums_of_e8(gpu, sign, limbs):
+    """Sums of limbs over a tile reach almost 2^24, where float's integers end: rows that go through floats have the
+    bits of one that goes through integers."""
+    matrix = largest_e8(sign)
+    gpu.set_codebook(matrix.codebook)
+    tensor, x = gpu.upload(matrix), np.full((16, 512), of_limbs(*limbs), np.float32)
+    x[:, 1::2] = np.nextafter(x[:, 1::2], np.float32(0))  # sums are not all equal
+    x[1::2, 100:] *= -1
+    alone = np.concatenate([gpu.matmul(tensor, x[i : i + 1], matrix) for i in range(16)])
+    assert oracle.relative_rms(alone, x.astype(np.float64) @ matrix.decode().T) <= EXACT
+    for rows in (2, 4, 5, 8, 16):
+        assert np.array_equal(gpu.matmul(tensor, x[:rows], matrix), alone[:rows]), f"{rows} rows"
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
@@ -323,7 +350,11 @@ def test_expert_of_odd_dimensions(gpu, rng, fmt, D, H):
 
 @pytest.mark.parametrize("H", [128, 96, 384, 1536, 6144, 8192, 20480, 32768, 65536 + 64])
 def test_hidden_rows_are_rotated_in_blocks_of_any_size(gpu, rng, H):
-    check_expert(gpu, random_expert(rng, 4, H, ("int8", "int8", "e8")), gaussian(rng, 2, 4))
+    expert = random_expert(rng, 4, H, ("int8", "int8", "e8"))
+    check_expert(gpu, expert, gaussian(rng, 2, 4))
+    if H in (384, 8192, 20480):  # other kernels prepare 5 rows and more
+        check_expert(gpu, expert, gaussian(rng, 6, 4))
+        check_expert(gpu, expert, gaussian(rng, 17, 4))
 
 
 @pytest.mark.parametrize("S", [1, 8, 16, 17, 40])

@@ -11,8 +11,8 @@
  *     ...  |             |
  *          +-------------+
  *
- * An item is one such rectangle of results, all columns of the matrix long. Blocks take items in turn. A warp of its own
- * fills the ring of stages with the copy engine.
+ * An item is one such rectangle of results, all columns of the matrix long. Blocks take items in turn. Warps of their
+ * own fill the ring of stages with the copy engine.
  *
  * Sums of a limb over a tile are exact integers (limbs.cuh). What happens to them then is what kernels/product.cuh does: by
  * limb, tile after tile of a slice with the tile's scale; limbs together; slice after slice with the slice's factor. */
@@ -30,6 +30,8 @@ namespace {
 
 /* Of the registers that a block of kBatchWarps + kBatchFillWarps starts with, 96 each. */
 constexpr int kFillRegisters = 32, kMultiplyRegisters = 112;
+
+static_assert(kLimbColumnBytes == kWgmmaRowBytes && kRowGroup == kWgmmaRows, "columns lie as the matrix unit wants them");
 
 /* A launch, as a block sees it. */
 struct BatchJob {
@@ -120,43 +122,30 @@ __device__ __forceinline__ void fill_stages(const BatchJob &job, const RingMemor
 
 /*------   Products   ------*/
 
-/* MXFP4's scales as they are, so that sums of all sub-blocks are exact (prefill's are not). Sums of codes are below 1. */
-struct Mxfp4LimbOperand : Mxfp4Half {
-    static constexpr int kChunk = 1;
-    /* Sums lack it, lest scales near float's limits overflow. */
-    static constexpr float kRest = 0x1p22f;
-
-    struct Entries {};
-    __device__ __forceinline__ void look_up(int, int, const KernelTables &, Entries &) const {}
-    __device__ __forceinline__ void operand(int b, int h, int, const Entries &, uint32_t (&a)[4]) const {
-        codes(b, h, KernelTables{}, a);
-    }
-    __device__ __forceinline__ float factor(int b, int r) const { return kUnit / kRest * group_scale(b, r); }
-};
-template <class Operand> struct RestOf {
-    static constexpr float kRest = 1.0f;
-};
-template <> struct RestOf<Mxfp4LimbOperand> {
-    static constexpr float kRest = Mxfp4LimbOperand::kRest;
+/* An operand whose sums are those of bytes (tiles.cuh), bit by bit: the constant factor that they lack comes last. */
+template <class Operand> struct LimbOperand : Operand {
+    static constexpr float kRest = Operand::kByteUnit;
+    __device__ __forceinline__ float factor(int b, int r) const { return Operand::factor(b, r, Operand::kUnit / kRest); }
 };
 
-/* Calls visit(T{}) with the operand type of a kind that multiplies_bytes. */
+/* Calls visit(T{}) with the operand type of a kind that multiplies_bytes. MXFP4's scales stay as they are, so that all its
+ * sums are exact (prefill's are not). */
 template <class Visit> __device__ __forceinline__ void with_limb_operand(TileKind kind, Visit visit) {
     switch (kind) {
     case TileKind::kInt8:
-        return visit(PlainOperand<Int8Half>{});
+        return visit(LimbOperand<PlainOperand<Int8Half>>{});
     case TileKind::kInt4:
-        return visit(PlainOperand<Int4Half>{});
+        return visit(LimbOperand<PlainOperand<Int4Half>>{});
     case TileKind::kInt2:
-        return visit(PlainOperand<Int2Half>{});
+        return visit(LimbOperand<PlainOperand<Int2Half>>{});
     case TileKind::kInt4Groups32:
-        return visit(PlainOperand<Int4GroupedHalf<1>>{});
+        return visit(LimbOperand<PlainOperand<Int4GroupedHalf<1>>>{});
     case TileKind::kInt4Groups:
-        return visit(PlainOperand<Int4GroupedHalf<2>>{});
+        return visit(LimbOperand<PlainOperand<Int4GroupedHalf<2>>>{});
     case TileKind::kMxfp4:
-        return visit(Mxfp4LimbOperand{});
+        return visit(LimbOperand<PlainOperand<Mxfp4Half>>{});
     default:
-        return visit(E8Operand{});
+        return visit(LimbOperand<E8Operand>{});
     }
 }
 
@@ -193,7 +182,7 @@ __device__ __forceinline__ void add_slice(const float (&limbs)[N / 8][4], const 
             const auto limb = [&](int l) { return limbs[kLimbs * (i / 2) + l][2 * r + i % 2]; };
             const float sum = join_halves(join_limbs(limb(0), limb(1)), join_limbs(limb(2), limb(3)));
             float &total = totals.at(r, i, warp, lane);
-            total = (first ? 0.0f : total) + sum * factor;
+            total = __fadd_rn(first ? 0.0f : total, __fmul_rn(sum, factor)); /* two roundings, as few rows have */
         }
     }
 }
@@ -219,7 +208,7 @@ __device__ __forceinline__ void multiply_strip(const BatchJob &job, const BatchI
             }
             ring.pop();
         }
-        add_slice<N>(limbs, factors, RestOf<Operand>::kRest, slice == 0, totals, warp, lane);
+        add_slice<N>(limbs, factors, Operand::kRest, slice == 0, totals, warp, lane);
     }
 }
 
@@ -278,7 +267,7 @@ __global__ void __launch_bounds__((kBatchWarps + kBatchFillWarps) * kWarp, 1)
         return fill_stages(job, ring, warp - plan.warps, lane);
     }
     take_registers<kMultiplyRegisters>();
-    const KernelTables tables{codebook_of(reinterpret_cast<const uint2 *>(shared), lane), p.tables->fp8};
+    const KernelTables tables{codebook_of(reinterpret_cast<const uint2 *>(shared), lane)};
     const Totals totals{reinterpret_cast<float *>(shared + plan.totals_offset), plan.warps};
     FedRing stages(ring, lane);
     for (int index = blockIdx.x; index < plan.items; index += gridDim.x)

@@ -32,7 +32,7 @@ struct GroupParams {
     float *y;       /* [rows, D] */
     float *hidden;  /* [rows, H]; of a plain product its activations, which stay as they are */
     float *rotated; /* [rows, H], not overlapping hidden */
-    void *prepared; /* what the prefill kernels make of activations */
+    void *prepared; /* what the batch and prefill kernels make of activations */
     const DeviceTables *tables;
     ExpertEntry experts[COLI_CUDA_MAX_EXPERTS];
 };

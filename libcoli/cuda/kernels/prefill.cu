@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kPrefillWarps *kWarp, 1)
     if (plan.codebook) spread_codebook(reinterpret_cast<uint2 *>(shared), *p.tables);
     dependency_wait();
     AsyncStages stages(job, shared + plan.ring_offset, warp, lane);
-    const KernelTables tables{codebook_of(reinterpret_cast<const uint2 *>(shared), lane), p.tables->fp8};
+    const KernelTables tables{codebook_of(reinterpret_cast<const uint2 *>(shared), lane)};
     multiply_items<MmaUnit, EXACT, kMaxMmaTokenTile>(job, stages, tables, warp, lane);
 }
 

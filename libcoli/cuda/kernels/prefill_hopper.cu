@@ -41,6 +41,8 @@ __device__ void fill_stages(const PrefillJob &job, const RingMemory &ring, int w
     }
 }
 
+static_assert(kTokenBytes == kWgmmaRowBytes && kTokenGroup == kWgmmaRows, "tokens lie as the matrix unit wants them");
+
 /* Steps whose products are under way together: losses take registers. */
 template <int N> using ExactUnit = WgmmaUnit<N, N <= 64 ? 2 : 1>;
 template <int N> using RoundedUnit = WgmmaUnit<N, 4>;
@@ -61,7 +63,7 @@ __global__ void __launch_bounds__((WARPS + kPrefillFillWarps) * kWarp, 1)
         fill_stages(job, ring, warp - WARPS, lane);
     } else {
         take_registers<multiply_registers(WARPS)>();
-        const KernelTables tables{codebook_of(reinterpret_cast<const uint2 *>(shared), lane), p.tables->fp8};
+        const KernelTables tables{codebook_of(reinterpret_cast<const uint2 *>(shared), lane)};
         FedRing stages(ring, lane);
         if constexpr (EXACT)
             multiply_items<ExactUnit, true, max_tile(WARPS)>(job, stages, tables, warp, lane);

@@ -1,10 +1,10 @@
-/* kernels/prefill_weights.cuh - half a tile of weights as prefill products take it: fp16 operands that need a factor only
- * once a chunk of several sub-blocks, since products under way cannot be scaled.
+/* kernels/prefill_weights.cuh - half a tile of weights as prefill and batch products take it: fp16 operands that need a
+ * factor only once a chunk of several sub-blocks, since products under way cannot be scaled.
  *
- *     look_up(b, h, tables, entries)          what operand() needs of tables, ahead of it
- *     operand(b, h, lane, entries, a)    as codes(b, h, tables, a); exact in fp16 too
- *     factor(b, r)                      of the chunk that ends with sub-block b, row g + 8 r
- *     kChunk                            sub-blocks of a chunk; kSubblocks: the whole tile */
+ *     look_up(b, h, tables, entries)      what operand() needs of tables, ahead of it
+ *     operand(b, h, lane, entries, a)     as codes(b, h, tables, a); exact in fp16 too
+ *     factor(b, r, unit)                  of the chunk that ends with sub-block b, row g + 8 r; times unit, in place of
+ * kUnit kChunk                              sub-blocks of a chunk; kSubblocks: the whole tile */
 #ifndef COLI_CUDA_KERNELS_PREFILL_WEIGHTS_CUH
 #define COLI_CUDA_KERNELS_PREFILL_WEIGHTS_CUH
 
@@ -30,10 +30,10 @@ template <class Half> struct PlainOperand : Half {
     __device__ __forceinline__ void operand(int b, int h, int, const Entries &, uint32_t (&a)[4]) const {
         this->codes(b, h, KernelTables{}, a);
     }
-    __device__ __forceinline__ float factor(int b, int r) const {
+    __device__ __forceinline__ float factor(int b, int r, float unit = Half::kUnit) const {
         float s[2][2] = {{1.0f, 1.0f}, {1.0f, 1.0f}};
         this->template scales<false>(b & ~1, 0, s);
-        return s[b & 1][r] * this->half_scale(r) * Half::kUnit;
+        return unit * (s[b & 1][r] * this->half_scale(r));
     }
 };
 
@@ -62,7 +62,7 @@ struct E8Operand : E8Half {
     };
     __device__ __forceinline__ void look_up(int b, int h, const KernelTables &tables, Entries &entries) const {
 #pragma unroll
-        for (int r = 0; r < 2; r++) entries.of[r] = codebook_entry_now(tables.codebook, indices[b], r + 2 * h);
+        for (int r = 0; r < 2; r++) entries.of[r] = codebook_entry(tables.codebook, indices[b], r + 2 * h);
     }
     __device__ __forceinline__ void operand(int b, int h, int lane, const Entries &entries, uint32_t (&a)[4]) {
 #pragma unroll
@@ -73,7 +73,7 @@ struct E8Operand : E8Half {
             a[r + 2] = multiply_pairs(entries.of[r].y ^ pair_signs(b, r, h, 1), multiple);
         }
     }
-    __device__ __forceinline__ float factor(int, int r) const { return 8.0f * kUnit * half_scale(r); }
+    __device__ __forceinline__ float factor(int, int r, float unit = kUnit) const { return 8.0f * unit * half_scale(r); }
 };
 
 /* Powers of two relative to the half row's largest go into the operand. What they push below fp16's least value is less

@@ -12,18 +12,14 @@ namespace coli {
 /* The codebook is in shared memory, where a matrix is E8; the fp8 table in global memory. */
 struct KernelTables {
     Codebook codebook;
-    const float *fp8;
 };
 struct ByteTables {
     ByteCodebook codebook;
     const float *fp8;
 };
 
-/* Entry whose index is byte `byte` of `word`, as two pairs of fp16: of values 0 and 2, 1 and 3. */
-__device__ __forceinline__ uint2 codebook_pairs(const KernelTables &tables, uint32_t word, int byte) {
-    return codebook_entry(tables.codebook, word, byte);
-}
-/* A byte OR-ed into the mantissa of 1024, whose step is 1, is 1024 more than the byte. */
+/* Entry whose index is byte `byte` of `word`, as two pairs of fp16: of values 0 and 2, 1 and 3. A byte OR-ed into the
+ * mantissa of 1024, whose step is 1, is 1024 more than the byte. */
 __device__ __forceinline__ uint2 codebook_pairs(const ByteTables &tables, uint32_t word, int byte) {
     const uint2 pairs = offset_pairs(codebook_entry(tables.codebook, word, byte));
     return {add_pairs(pairs.x, 0xe400e400u), add_pairs(pairs.y, 0xe400e400u)};

@@ -27,17 +27,8 @@ struct Codebook {
 __device__ __forceinline__ Codebook codebook_of(const uint2 *copies, int lane) {
     return {static_cast<uint32_t>(__cvta_generic_to_shared(copies + lane % kCodebookCopies))};
 }
-/* Entry whose index is byte `byte` of `word`. */
+/* Entry whose index is byte `byte` of `word`; not to be moved to where it is used. */
 __device__ __forceinline__ uint2 codebook_entry(Codebook codebook, uint32_t word, int byte) {
-    uint32_t address;
-    uint2 entry;
-    asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(address) : "r"(word), "r"(128u << 8 * byte), "r"(codebook.address));
-    asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(entry.x), "=r"(entry.y) : "r"(address));
-    return entry;
-}
-
-/* The same, not to be moved to where it is used. */
-__device__ __forceinline__ uint2 codebook_entry_now(Codebook codebook, uint32_t word, int byte) {
     uint32_t address;
     uint2 entry;
     asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(address) : "r"(word), "r"(128u << 8 * byte), "r"(codebook.address));
@@ -69,10 +60,6 @@ __device__ __forceinline__ Codebook codebook_of(const uint2 *copies, int lane) {
 }
 __device__ __forceinline__ uint2 codebook_entry(Codebook codebook, uint32_t word, int byte) {
     return codebook.entries[kCodebookCopies * (word >> 8 * byte & 255u)];
-}
-
-__device__ __forceinline__ uint2 codebook_entry_now(Codebook codebook, uint32_t word, int byte) {
-    return codebook_entry(codebook, word, byte);
 }
 
 struct ByteCodebook {
